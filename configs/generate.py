@@ -1,0 +1,74 @@
+"""Defaults of `python -m experiments.generate`: the built-in model, greedy.
+
+Every field can be overridden on the command line, e.g.
+`--config.drafter.name=vanilla --config.drafter.draft=8
+--config.sampling.temperature=0.7`. A drafter's option that is not set keeps
+the drafter's own default.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from spec_jax.settings import Settings
+
+
+def get_config() -> ConfigDict:
+  """Returns the configuration, locked: an unknown field is an error."""
+  settings = Settings()
+  config = ConfigDict()
+  # A built-in name, a folder, a .gguf file, or organisation/model.
+  config.model = "smollm2-135m-instruct"
+  # float32, bfloat16 or float16; "" = float32 on CPU, bfloat16 elsewhere.
+  config.dtype = ""
+  # Of rows whose sampling gives no seed of its own.
+  config.seed = 0
+  # Prompts are put through the model's chat template: auto, yes or no.
+  config.chat_template = "auto"
+  # A system message before every chat prompt; "" = the template's default.
+  config.system = ""
+
+  config.drafter = ConfigDict()
+  # none, prompt_lookup or vanilla.
+  config.drafter.name = "prompt_lookup"
+  # Of vanilla: a model's name, "target", or a number of the target's layers.
+  config.drafter.draft = ""
+  # Options of the drafters; None = the drafter's own default.
+  config.drafter.num_draft = config_dict.placeholder(int)
+  config.drafter.max_ngram = config_dict.placeholder(int)
+  config.drafter.min_ngram = config_dict.placeholder(int)
+  config.drafter.match = config_dict.placeholder(str)
+  config.drafter.tree = config_dict.placeholder(tuple)
+  config.drafter.siblings = config_dict.placeholder(str)
+  config.drafter.draft_temperature = config_dict.placeholder(float)
+
+  config.sampling = ConfigDict()
+  for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    config.sampling[name] = float(getattr(settings, name))
+  for name in ("presence_penalty", "frequency_penalty"):
+    config.sampling[name] = float(getattr(settings, name))
+  for name in ("top_k", "min_new_tokens", "max_new_tokens", "num_samples"):
+    config.sampling[name] = getattr(settings, name)
+  config.sampling.seed = config_dict.placeholder(int)
+  config.sampling.banned_tokens = ()
+  # Pairs of id and bias: ((198, -1.5), (11, 2.0)).
+  config.sampling.logit_bias = ()
+  # None = the model's own.
+  config.sampling.stop_ids = config_dict.placeholder(tuple)
+  config.sampling.stop_strings = ()
+
+  # "", raw or warped: log-probability of each emitted token.
+  config.logprobs = ""
+
+  config.engine = ConfigDict()
+  # Rows; 0 = 1 for up to four prompts (they are streamed), else 8.
+  config.engine.batch_size = 0
+  # Tokens a row may hold; 0 = the smallest size that fits (chat: 2048).
+  config.engine.slots = 0
+  # Prompt tokens read in one pass, and prompts read together; 0 = by device.
+  config.engine.chunk = 0
+  config.engine.refill_rows = 0
+
+  # "" = one device, or rows x model, e.g. "2x4".
+  config.mesh = ""
+  # Whether each device of a mesh keeps the whole draft.
+  config.replicate_draft = True
+  return config.lock()

@@ -1,0 +1,194 @@
+"""From a configuration to checked objects; what every command shares."""
+
+from collections.abc import Callable, Mapping
+import contextlib
+import os
+from pathlib import Path
+import sys
+from typing import Any, NoReturn
+
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from spec_jax import builtin, drafters, hub, sharding
+from spec_jax.settings import Settings
+
+_DEVICE_FILES = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd")
+
+
+class UserError(Exception):
+  """Something the user can mend; its text is one plain line."""
+
+
+def fail(message: str) -> NoReturn:
+  """Ends the command with one plain line and exit code 2."""
+  print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+  sys.exit(2)
+
+
+def run(main: Callable[[], int | None]) -> None:
+  """Runs an absl command whose user errors are one line and exit code 2."""
+  prepare_jax()
+
+  def parse(argv):
+    try:
+      rest = flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+      fail(str(e))
+    if len(rest) > 1:
+      fail(f"unexpected argument {rest[1]!r}; prompts go after --prompt")
+    return rest
+
+  def body(_):
+    try:
+      return main()
+    except (UserError, hub.LoadError) as error:
+      fail(str(error))
+    except KeyboardInterrupt:
+      print("\nstopped", file=sys.stderr)
+      return 130
+
+  app.run(body, flags_parser=parse)
+
+
+def prepare_jax() -> None:
+  """Sets what must be set before JAX starts a back end.
+
+  Compiled programs are kept on disk, so a second start is fast. Without an
+  accelerator's device file JAX is told so: libtpu, which the tests install,
+  would look for a TPU for seconds.
+  """
+  if not any(Path(f).exists() for f in _DEVICE_FILES):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  import jax
+
+  if not jax.config.jax_compilation_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", str(builtin.cache_dir() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def user_errors():
+  """Turns a ValueError raised inside into a `UserError`."""
+  try:
+    yield
+  except ValueError as error:
+    raise UserError(str(error)) from error
+
+
+def settings_of(sampling: ConfigDict) -> Settings:
+  """Returns the sampling part of a configuration, checked as far as it can be.
+
+  Raises:
+    UserError: naming the setting, its value and its range.
+  """
+  fields = dict(sampling)
+  with user_errors():
+    try:
+      settings = Settings(**fields)
+      settings.check(1 << 30)  # ids are checked once the vocabulary is known
+    except TypeError as error:
+      raise ValueError(f"config.sampling: {error}") from error
+  return settings
+
+
+def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
+  """Returns the options that are set, checked against the drafter's.
+
+  Raises:
+    UserError: for an unknown drafter, or an option it does not have.
+  """
+  chosen = {
+    key: value
+    for key, value in drafter.items()
+    if key not in ("name", "draft") and value is not None
+  }
+  with user_errors():
+    known = drafters.options(drafter.name)
+  for key in chosen:
+    if key not in known:
+      raise UserError(
+        f"drafter {drafter.name!r} has no option {key!r}; it has "
+        f"{', '.join(known) or 'none'}"
+      )
+  if "tree" in chosen:
+    chosen["tree"] = tuple(chosen["tree"])
+  return chosen
+
+
+def mesh_of(text: str):
+  """Returns the mesh that "2x4" names (rows x model), or None for "".
+
+  Raises:
+    UserError: if it is not of that form or there are too few devices.
+  """
+  if not text:
+    return None
+  parts = text.lower().split("x")
+  if len(parts) != 2 or not all(p.isdigit() for p in parts):
+    raise UserError(f"mesh must look like 2x4 (rows x model), got {text!r}")
+  with user_errors():
+    return sharding.make_mesh(int(parts[0]), int(parts[1]))
+
+
+def inspect(name: str, dtype: str) -> hub.Inspected:
+  """Opens a model without reading its weights.
+
+  Raises:
+    UserError: if it cannot be opened.
+  """
+  with user_errors():
+    return hub.inspect(name, dtype=dtype or None)
+
+
+def inspect_draft(
+  config: ConfigDict, target: hub.Inspected
+) -> hub.Inspected | str | int | None:
+  """Returns the draft that a configuration names, not yet read.
+
+  Raises:
+    UserError: if it is missing, superfluous, or its vocabulary differs.
+  """
+  from spec_jax.generate import check_same_vocabulary
+
+  name, draft = config.drafter.name, str(config.drafter.draft)
+  if name != "vanilla":
+    if draft:
+      raise UserError(f"drafter {name!r} takes no draft model, got {draft!r}")
+    return None
+  if not draft:
+    raise UserError(
+      "drafter 'vanilla' needs --config.drafter.draft: a model's name, "
+      "'target', or a number of the target's layers"
+    )
+  if draft == "target":
+    return draft
+  if draft.isdigit():
+    layers = target.loaded.model.config.num_layers
+    if not 1 <= int(draft) <= layers:
+      raise UserError(
+        f"the draft's layers must be in [1, {layers}], got {draft}"
+      )
+    return int(draft)
+  opened = inspect(draft, config.dtype)
+  with user_errors():
+    check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
+  return opened
+
+
+def read_draft(draft: hub.Inspected | str | int | None):
+  """Reads the draft's weights if it is another model."""
+  return draft.read() if isinstance(draft, hub.Inspected) else draft
+
+
+def plain_dict(config: Mapping) -> dict[str, Any]:
+  """Returns a configuration as plain JSON types."""
+
+  def plain(x):
+    if isinstance(x, Mapping | ConfigDict):
+      return {k: plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+      return [plain(v) for v in x]
+    return x
+
+  return plain(config)

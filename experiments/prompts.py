@@ -1,0 +1,146 @@
+"""Prompts of the commands: defaults, files, chat templates."""
+
+from collections.abc import Sequence
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.launch import UserError
+from spec_jax import generate as spec
+from spec_jax.hub import Loaded
+
+# An edit that copies most of its input, a chat question, and code.
+DEFAULT = (
+  "Repeat this text and change nothing except the year, which must be 1925: "
+  "The station was opened in the spring of 1907. The station has two "
+  "platforms and a small waiting room. The waiting room was closed in the "
+  "spring of 1907 and opened again a year later.",
+  "Why is the sky blue? Answer in three sentences.",
+  "Write a Python class Point with fields x and y, and methods add, subtract "
+  "and scale.",
+)
+
+# Fields of a JSON line that may hold the prompt, first found first.
+_FIELDS = ("messages", "prompt", "turns", "text", "question", "instruction")
+
+
+def root(path: str) -> str:
+  """Returns a path of this source tree."""
+  return str(Path(__file__).resolve().parent.parent / path)
+
+
+def read(given: Sequence[str], path: str) -> list[Any]:
+  """Returns the prompts of a command: given ones, a file's, or the defaults.
+
+  Args:
+    given: texts from the command line.
+    path: a file, or "".
+
+  Returns:
+    Texts, or lists of chat messages.
+
+  Raises:
+    UserError: if one is empty or the file cannot be read.
+  """
+  found: list[Any] = list(given)
+  if path:
+    found += _read_file(path)
+  if not found and not given and not path:
+    found = list(DEFAULT)
+  if not found:
+    raise UserError(f"{path} holds no prompt")
+  for number, prompt in enumerate(found):
+    if isinstance(prompt, str) and not prompt.strip():
+      raise UserError(f"prompt {number} is empty")
+  return found
+
+
+def _read_file(path: str) -> list[Any]:
+  try:
+    text = Path(path).read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f"cannot read {path}: {error}") from error
+  lines = [(n, x) for n, x in enumerate(text.splitlines(), 1) if x.strip()]
+  if not path.endswith((".jsonl", ".json")):
+    return [line for _, line in lines]
+  return [_prompt_of(path, n, line) for n, line in lines]
+
+
+def _prompt_of(path: str, number: int, line: str) -> Any:
+  where = f"{path} line {number}"
+  try:
+    record = json.loads(line)
+  except ValueError as error:
+    raise UserError(f"{where} is not JSON: {error}") from error
+  if isinstance(record, str):
+    return record
+  if isinstance(record, dict):
+    for field in _FIELDS:
+      value = record.get(field)
+      if not value:
+        continue
+      if field == "turns":
+        value = value[0]
+      if field == "messages":
+        return _messages(where, value)
+      if isinstance(value, str):
+        return value
+  raise UserError(f"{where} has no text in any of {', '.join(_FIELDS)}")
+
+
+def _messages(where: str, value: Any) -> list[dict[str, str]]:
+  ok = isinstance(value, list) and all(
+    isinstance(m, dict)
+    and isinstance(m.get("role"), str)
+    and isinstance(m.get("content"), str)
+    for m in value
+  )
+  if not ok:
+    raise UserError(f"{where}: messages need a role and a content each")
+  return value
+
+
+def with_template(
+  tokenizer: Any, prompts: Sequence[Any], mode: str, system: str
+) -> list[Any]:
+  """Turns texts into chat messages where the model's template is used.
+
+  Args:
+    tokenizer: of the model, or None.
+    prompts: texts or messages.
+    mode: "auto" (if there is a template), "yes" or "no".
+    system: a system message for texts, or "".
+
+  Raises:
+    UserError: if a template is asked for and there is none.
+  """
+  has = bool(getattr(tokenizer, "chat_template", None))
+  if mode == "yes" and not has:
+    raise UserError("this model has no chat template; use chat_template=no")
+  use = has and mode != "no"
+  if system and not use:
+    raise UserError("a system message needs a chat template")
+  first = [{"role": "system", "content": system}] if system else []
+  return [
+    [*first, {"role": "user", "content": p}]
+    if use and isinstance(p, str)
+    else p
+    for p in prompts
+  ]
+
+
+def check_fits(loaded: Loaded, work: spec.Work, slots: int) -> None:
+  """Checks prompt lengths against the context, before weights are read.
+
+  Raises:
+    UserError: naming the prompt, its tokens and the context.
+  """
+  context = loaded.model.config.max_length
+  if slots > context:
+    raise UserError(f"{slots} slots; the model's context is {context}")
+  room = min(slots or context, context)
+  for (prompt, _), job in zip(work.origin, work.jobs, strict=True):
+    if len(job.ids) >= room:
+      raise UserError(
+        f"prompt {prompt} has {len(job.ids)} tokens; the context is {room}"
+      )

@@ -1,0 +1,166 @@
+"""Result files: JSON lines that survive a kill, beside a manifest."""
+
+from collections.abc import Mapping
+import datetime
+import hashlib
+import json
+import os
+from pathlib import Path
+import platform
+import subprocess
+from typing import Any
+
+from experiments.launch import UserError
+
+
+def environment() -> dict[str, Any]:
+  """Returns versions, device and commit: what a number depends on."""
+  from importlib import metadata
+
+  import jax
+
+  def version(name):
+    try:
+      return metadata.version(name)
+    except metadata.PackageNotFoundError:
+      return None
+
+  device = jax.devices()[0]
+  return {
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "commit": _commit(),
+    "python": platform.python_version(),
+    "versions": {
+      name: version(name)
+      for name in ("jax", "jaxlib", "numpy", "transformers", "flax", "gguf")
+    },
+    "platform": device.platform,
+    "device": device.device_kind,
+    "num_devices": jax.device_count(),
+    "processor": _processor(),
+    "cpus": len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity")
+    else os.cpu_count(),
+    "matmul_precision": str(jax.config.jax_default_matmul_precision),
+  }
+
+
+def _processor() -> str:
+  try:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+      if line.startswith("model name"):
+        return line.split(":", 1)[1].strip()
+  except OSError:
+    pass
+  return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+  """Returns the commit of this source tree, with `+` if it was changed."""
+  here = Path(__file__).resolve().parent
+
+  def git(*words):
+    out = subprocess.run(
+      ["git", "-C", str(here), *words], capture_output=True, text=True
+    )
+    return out.stdout.strip() if out.returncode == 0 else None
+
+  try:
+    commit = git("rev-parse", "HEAD")
+    if not commit:
+      return None
+    dirty = git("status", "--porcelain", "--untracked-files=no")
+  except OSError:
+    return None
+  return commit + ("+" if dirty else "")
+
+
+def digest(value: Any) -> str:
+  """Returns the SHA-256 of a JSON value."""
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+class ResultFile:
+  """A JSON-lines file with one line a prompt, and `<name>.manifest.json`.
+
+  A run that was killed is resumed: prompts with a whole line are skipped, a
+  torn last line is cut off. A file of another configuration is never touched.
+
+  Attributes:
+    done: number of the prompt -> its line.
+  """
+
+  def __init__(self, path: str, identity: Mapping[str, Any]):
+    """Opens or creates the file.
+
+    Args:
+      path: of the JSON-lines file.
+      identity: what must be equal for a run to be resumed (configuration and
+        prompts).
+
+    Raises:
+      UserError: if it cannot be written or holds another run.
+    """
+    self.path = Path(path)
+    self.manifest_path = self.path.with_name(
+      self.path.name.removesuffix(".jsonl") + ".manifest.json"
+    )
+    self._identity = digest(identity)
+    self.done: dict[int, dict[str, Any]] = {}
+    try:
+      self._open()
+    except OSError as error:
+      raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+  def _open(self) -> None:
+    if self.path.exists() and self.path.stat().st_size:
+      self._check_same_run()
+      whole = 0
+      with open(self.path, "rb") as file:
+        for line in file:
+          if not line.endswith(b"\n"):
+            break
+          try:
+            record = json.loads(line)
+          except ValueError as error:
+            raise UserError(
+              f"{self.path} holds a line that is not JSON; give another --out"
+            ) from error
+          self.done[int(record["prompt"])] = record
+          whole += len(line)
+      with open(self.path, "r+b") as file:
+        file.truncate(whole)
+    self._file = open(self.path, "a", encoding="utf-8")
+    if not os.access(self.path.resolve().parent, os.W_OK):
+      raise UserError(f"cannot write beside {self.path}")
+
+  def _check_same_run(self) -> None:
+    problem = (
+      f"{self.path} holds results of another configuration or other prompts; "
+      "give another --out or move it away"
+    )
+    try:
+      manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+      raise UserError(problem) from error
+    if manifest.get("identity") != self._identity:
+      raise UserError(problem)
+
+  def write(self, record: Mapping[str, Any]) -> None:
+    """Appends one line and hands it to the operating system."""
+    self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    self._file.flush()
+    self.done[int(record["prompt"])] = dict(record)
+
+  def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+    """Writes the manifest in one piece: the old one or the new one exists."""
+    whole = {"identity": self._identity, **manifest}
+    temporary = self.manifest_path.with_name(self.manifest_path.name + ".tmp")
+    temporary.write_text(
+      json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    os.replace(temporary, self.manifest_path)
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()

@@ -1,0 +1,186 @@
+"""What a command shows a person: streamed text, tables, traces."""
+
+from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from typing import Any
+
+import numpy as np
+
+from spec_jax import text
+from spec_jax.base import DETERMINISTIC, IID, SpecInfo
+
+_LAWS = {DETERMINISTIC: "deterministic", IID: "iid"}
+
+
+class Printer:
+  """Prints a prompt, then its text as it comes."""
+
+  def __init__(self, prompt: Any):
+    if not isinstance(prompt, str):
+      prompt = prompt[-1]["content"]
+    width = shutil.get_terminal_size().columns
+    line = " ".join(prompt.split())
+    if len(line) > width - 4:
+      line = line[: width - 7] + "..."
+    print(f"\n>>> {line}", flush=True)
+    self._sample = 0
+
+  def __call__(self, prompt: int, sample: int, piece: str) -> None:
+    """Prints a piece."""
+    if sample != self._sample:
+      print(f"\n--- sample {sample}")
+      self._sample = sample
+    print(piece, end="", flush=True)
+
+  def end(self) -> None:
+    """Ends the text's last line."""
+    print(flush=True)
+
+
+def yaml(value: Any, indent: int = 0) -> str:
+  """Returns nested dicts as indented lines."""
+  lines = []
+  for key, x in value.items():
+    if isinstance(x, Mapping):
+      lines += [f"{'  ' * indent}{key}:", yaml(x, indent + 1)]
+    else:
+      lines.append(f"{'  ' * indent}{key}: {x!r}")
+  return "\n".join(lines)
+
+
+def header(config, runner, load_s: float) -> None:
+  """Prints what is about to run."""
+  engine = runner.engines[runner.main].config
+  options = dict(engine.options)
+  with_options = ", ".join(f"{k}={v}" for k, v in options.items())
+  draft = f" draft={config.drafter.draft}" if config.drafter.draft else ""
+  print(
+    f"{config.model} | drafter {engine.drafter}{draft}"
+    f"{' (' + with_options + ')' if with_options else ''} | "
+    f"{engine.batch_size} rows, {engine.slots} slots | "
+    f"loaded in {load_s:.1f} s; the first step compiles",
+    file=sys.stderr,
+  )
+
+
+def table(
+  reports: Mapping[str, Mapping[str, Any]],
+  lines: Sequence[Mapping[str, Any]],
+  load_s: float,
+  text_must_agree: bool,
+) -> None:
+  """Prints the engines' figures side by side, and whether texts agree.
+
+  Args:
+    reports: by engine, see `metrics.report`.
+    lines: the records of the prompts.
+    load_s: seconds to load the models.
+    text_must_agree: False where only the law is the same (random drafts).
+  """
+  rows = (
+    ("prompt tokens read", "prompt_tokens", "{:d}"),
+    ("tokens emitted", "emitted", "{:d}"),
+    ("compile, s", "compile_s", "{:.1f}"),
+    ("prefill, tokens/s", "prefill_tokens_per_s", "{:.1f}"),
+    ("time to first token, s", "first_token_s", "{:.3f}"),
+    ("decode, s", "decode_s", "{:.2f}"),
+    ("decode, tokens/s", "decode_tokens_per_s", "{:.1f}"),
+    ("steps", "steps", "{:d}"),
+    ("drafted per step", "drafted_per_step", "{:.2f}"),
+    ("accepted per step", "accepted_per_step", "{:.2f}"),
+    ("emitted per step", "emitted_per_step", "{:.2f}"),
+    ("acceptance rate", "acceptance_rate", "{:.2f}"),
+  )
+  print()
+  print(f"{'':24}" + "".join(f"{name:>14}" for name in reports))
+  for label, key, form in rows:
+    values = [r.get(key) for r in reports.values()]
+    if all(v is None for v in values):
+      continue
+    cells = ["-" if v is None else form.format(v) for v in values]
+    print(f"{label:24}" + "".join(f"{cell:>14}" for cell in cells))
+  speeds = [r["decode_tokens_per_s"] for r in reports.values()]
+  if len(speeds) == 2 and all(speeds):
+    print(f"{'speed-up of decoding':24}{speeds[1] / speeds[0]:>27.2f}x")
+  known = [x["identical"] for x in lines if x["identical"] is not None]
+  if known:
+    same = sum(known)
+    answer = "yes" if same == len(known) else "no"
+    note = f"{same} of {len(known)} prompts"
+    if not text_must_agree:
+      note += "; drawn at random, so only the law is the same"
+    print(f"{'identical text':24}{answer:>14}   ({note})")
+  print(f"{'load, s':24}{load_s:>14.1f}")
+
+
+def trace_step(
+  info: SpecInfo, row: int, token_bytes: Sequence[bytes] | None
+) -> dict[str, Any]:
+  """Returns one row's step as JSON: drafted nodes, p, q, accepted, residual.
+
+  `p` is the target's law at the node's parent, known for nodes the walk came
+  by; `q` the law the node was drawn from (1 for a deterministic one).
+  """
+  draft, verdict, laws = info.draft, info.verdict, info.laws
+  assert draft is not None and verdict is not None and laws is not None
+  path = np.asarray(verdict.path[row])
+  level_of = {int(n): d for d, n in enumerate(path) if n >= 0}
+
+  def word(token):
+    if token_bytes is None:
+      return None
+    return text.decode(token_bytes, [int(token)])
+
+  nodes = []
+  for i in range(1, draft.tokens.shape[1]):
+    if not draft.acceptable[row, i]:
+      continue
+    token, parent = int(draft.tokens[row, i]), int(draft.parents[row, i])
+    level = level_of.get(parent)
+    how = int(draft.law[row, i])
+    q = 1.0
+    if how != DETERMINISTIC:
+      q = float(draft.probs[row, parent, token])
+    nodes.append(
+      {
+        "node": i,
+        "parent": parent,
+        "token": token,
+        "text": word(token),
+        "law": _LAWS.get(how, "without_replacement"),
+        "p": None if level is None else float(laws[row, level, token]),
+        "q": q,
+        "accepted": i in level_of,
+      }
+    )
+  last = int(verdict.num_accepted[row])
+  token = int(verdict.tokens[row, last])
+  return {
+    "drafted": nodes,
+    "num_accepted": int(info.num_accepted[row]),
+    "num_tokens": int(info.num_tokens[row]),
+    "last": {
+      "token": token,
+      "text": word(token),
+      "from": "target" if verdict.plain[row, last] else "residual",
+      "p": float(verdict.residual[row, token]),
+    },
+  }
+
+
+def print_trace(record: Mapping[str, Any]) -> None:
+  """Prints a prompt's steps, one line each."""
+  for sample in record["samples"]:
+    for number, step in enumerate(sample.get("trace", [])):
+      words = [
+        f"{n['text']!r}{'+' if n['accepted'] else '-'}"
+        f"(p={'?' if n['p'] is None else format(n['p'], '.3f')}"
+        f" q={n['q']:.3f})"
+        for n in step["drafted"]
+      ]
+      last = step["last"]
+      print(
+        f"step {number}: {' '.join(words) or 'no draft'} -> "
+        f"{last['text']!r} from the {last['from']} (p={last['p']:.3f})"
+      )

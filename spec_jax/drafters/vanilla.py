@@ -1,0 +1,435 @@
+"""A draft model: another model, the target itself, or its first layers.
+
+Chains and any static tree. The draft keeps a cache and a length of its own.
+A step begins with one pass over the last `C = 2` tokens of the row: after a
+full acceptance the draft has not read the last accepted token, so one token
+is pending besides the root (with `C = 1` it would never be read, and
+acceptance falls). A row with more pending reads `C` of them, has nothing
+acceptable in that step, and so catches up.
+
+Reference: Leviathan et al. 2023; siblings: Miao et al. 2024 (iid), Chen et
+al. 2024 (Sequoia; without replacement).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import tree as trees
+from spec_jax.base import (
+  DETERMINISTIC,
+  IID,
+  WITHOUT_REPLACEMENT,
+  Array,
+  Context,
+  Draft,
+  Drafter,
+  Model,
+  Sampling,
+  Tree,
+)
+from spec_jax.cache import commit, empty_block
+from spec_jax.drafting import root_token, static_tree
+from spec_jax.sampling import draw, law, one_hot, path_counts, scores
+
+# Tokens read at the start of a step: the root and one pending token.
+CATCH_UP = 2
+
+SIBLINGS = {
+  "iid": IID,
+  "without_replacement": WITHOUT_REPLACEMENT,
+  "top_k": DETERMINISTIC,
+}
+
+
+def first_layers(config: Any, params: dict, num_layers: int):
+  """Returns (config, params) of a model's first layers; nothing is copied.
+
+  Embedding, final norm and output matrix are shared with the target (unless
+  its layers are stacked for a scan: then the slice is a copy).
+
+  Raises:
+    ValueError: unless `1 <= num_layers <=` the model's.
+  """
+  if not 1 <= num_layers <= config.num_layers:
+    raise ValueError(
+      f"the draft's layers must be in [1, {config.num_layers}], got "
+      f"{num_layers}"
+    )
+  short = dataclasses.replace(
+    config, num_layers=num_layers, windows=config.windows[:num_layers]
+  )
+  layers = params["layers"]
+  if isinstance(layers, dict):
+    layers = jax.tree.map(lambda x: x[:num_layers], layers)
+  else:
+    layers = layers[:num_layers]
+  return short, {**params, "layers": layers}
+
+
+class _Plan(NamedTuple):
+  """Which nodes the draft reads at each level, and where they lie.
+
+  Level 0 is the root, read with the pending tokens. `W` is the most nodes
+  read at a later level, `R` the most children of a node.
+
+  Attributes:
+    read: `[K, W]` nodes with children by level, -1 padded; row 0 is unused.
+    start: `[K]` block index of each level's first node.
+    children: `[K, W, R]` their children by rank, -1 padded.
+    block_index: `[N]` where a node lies in the block, -1 if it is not read.
+    block_size: nodes of the block, the padding of the last level included.
+  """
+
+  read: np.ndarray
+  start: np.ndarray
+  children: np.ndarray
+  block_index: np.ndarray
+  block_size: int
+
+
+def _make_plan(tree: Tree) -> _Plan:
+  kids = [np.flatnonzero(tree.parents == i) for i in range(tree.num_nodes)]
+  levels = [
+    [i for i in np.flatnonzero(tree.depths == d) if len(kids[i])]
+    for d in range(tree.depth)
+  ]
+  W = max([len(level) for level in levels[1:]], default=1)
+  R = max(len(k) for k in kids)
+  read = np.full((tree.depth, W), -1, np.int32)
+  start = np.zeros(tree.depth, np.int32)
+  children = np.full((tree.depth, W, R), -1, np.int32)
+  block_index = np.full(tree.num_nodes, -1, np.int32)
+  block_index[0] = CATCH_UP - 1
+  end = CATCH_UP
+  for d, level in enumerate(levels):
+    if d:
+      start[d] = end
+      read[d, : len(level)] = level
+      block_index[level] = end + np.arange(len(level))
+      end += len(level)
+    for w, node in enumerate(level):
+      children[d, w, : len(kids[node])] = kids[node]
+  size = max(end, int(start.max()) + W if tree.depth > 1 else end)
+  return _Plan(read, start, children, block_index, size)
+
+
+def _fit_vocabulary(logits: Array, vocab_size: int) -> Array:
+  """Cuts or pads the draft's logits to the target's vocabulary.
+
+  Ids that only one of two padded vocabularies has: no mass on them.
+  """
+  extra = vocab_size - logits.shape[-1]
+  if extra <= 0:
+    return logits[..., :vocab_size]
+  widths = [(0, 0)] * (logits.ndim - 1) + [(0, extra)]
+  return jnp.pad(logits, widths, constant_values=-jnp.inf)
+
+
+def build(
+  target: Model,
+  draft: Model | None,
+  *,
+  slots: int,
+  num_draft: int = 4,
+  tree: Sequence[int] | Tree | None = None,
+  siblings: str = "iid",
+  draft_temperature: float | None = None,
+) -> Drafter:
+  """Builds a drafter that asks a draft model.
+
+  Args:
+    target: the target; its vocabulary rules.
+    draft: the draft model; `params["draft"]` are its parameters.
+    slots: `S`; the draft stops proposing where its own `max_length` ends.
+    num_draft: `K` of a chain; ignored when `tree` is given.
+    tree: children per node at each depth, e.g. `(3, 2, 1)`, or a `Tree`.
+    siblings: how the children of a node are drawn: "iid",
+      "without_replacement" or "top_k" (deterministic). Rows that sample
+      greedily always take the draft's top tokens.
+    draft_temperature: the draft's own temperature where the row's is not 0;
+      None = the row's. Its law stays exact either way.
+
+  Raises:
+    ValueError: if there is no draft model or a setting is out of range.
+  """
+  if draft is None:
+    raise ValueError("drafter 'vanilla' needs a draft model or draft layers")
+  if siblings not in SIBLINGS:
+    raise ValueError(
+      f"siblings must be one of {', '.join(SIBLINGS)}, got {siblings!r}"
+    )
+  if draft_temperature is not None and draft_temperature <= 0:
+    raise ValueError(
+      f"draft_temperature must be above 0, got {draft_temperature}"
+    )
+  if tree is None:
+    if num_draft < 1:
+      raise ValueError(f"num_draft must be at least 1, got {num_draft}")
+    tree = trees.chain(num_draft)
+  elif not isinstance(tree, Tree):
+    tree = trees.branching(tree)
+  if tree.depth < 1:
+    raise ValueError("the tree must have a node below its root")
+  draft_slots = min(slots, draft.config.max_length)
+  return _Vanilla(
+    target, draft, tree, SIBLINGS[siblings], draft_temperature, draft_slots
+  ).drafter()
+
+
+class _Vanilla:
+  """The closures of one drafter; holds static choices only, no arrays."""
+
+  def __init__(self, target, draft, tree, siblings, temperature, slots):
+    self.vocab_size = target.config.vocab_size
+    self.draft = draft
+    self.draft_vocab_size = draft.config.vocab_size
+    self.tree = tree
+    self.plan = _make_plan(tree)
+    self.siblings = siblings
+    self.temperature = temperature
+    self.slots = slots
+
+  def drafter(self) -> Drafter:
+    return Drafter(
+      init=lambda batch: self.draft.init_cache(batch, self.slots),
+      prefill=self.prefill,
+      propose=self.propose,
+      update=self.update,
+      num_nodes=self.tree.num_nodes,
+      depth=self.tree.depth,
+    )
+
+  def read(self, params, tokens, positions, cache, block, visible, **kwargs):
+    tokens = jnp.clip(tokens, 0, self.draft_vocab_size - 1)
+    return self.draft.apply(
+      params["draft"], tokens, positions, cache, block, visible, **kwargs
+    )
+
+  def prefill(self, params, cache, chunk, output):
+    del output
+    B, C = chunk.tokens.shape
+    W = chunk.all_tokens.shape[1]
+    offsets = jnp.arange(C)[None]
+    positions = cache.length[:, None] + offsets
+    index = jnp.minimum(positions, W - 1)
+    upto = jnp.minimum(chunk.upto, self.slots)
+    num = jnp.clip(upto - cache.length, 0, C)
+    visible = jnp.tril(jnp.ones((C, C), bool))[None]
+    out = self.read(
+      params,
+      jnp.take_along_axis(chunk.all_tokens, index, 1),
+      positions,
+      cache,
+      empty_block(cache, C),
+      jnp.broadcast_to(visible, (B, C, C)),
+      logits_at=jnp.zeros((B, 0), jnp.int32),
+    )
+    path, _ = lax.optimization_barrier(
+      (jnp.broadcast_to(offsets, (B, C)), out.hidden)
+    )
+    return commit(cache, out.block, path, num)
+
+  def propose(self, params, noise, cache, context: Context):
+    B = context.length.shape[0]
+    N, K, V = self.tree.num_nodes, self.tree.depth, self.vocab_size
+    length, own = context.length, cache.length
+    asked = jnp.minimum(context.max_depth, K)
+    behind = (own < length - CATCH_UP) & (own + CATCH_UP <= self.slots)
+    ready = (own >= length - CATCH_UP) & (length + asked <= self.slots)
+    max_depth = jnp.where(ready, asked, 0)
+    # A row that must catch up reads though it may not draft in this step.
+    wanted = (asked > 0) & (ready | behind)
+    root = root_token(context)
+    sampled = context.sampling.temperature is not None
+    probs = None
+    if sampled and self.siblings != DETERMINISTIC:
+      probs = jnp.zeros((B, N, V), jnp.float32)
+    tokens = jnp.zeros((B, N), jnp.int32).at[:, :1].set(root)
+    block = empty_block(cache, self.plan.block_size)
+    begin = jnp.minimum(own, length - CATCH_UP)
+    start = (tokens, probs, block)
+    tokens, probs, block = lax.cond(
+      wanted.any(),
+      lambda carry: self._grow(
+        params, noise, cache, context, begin, max_depth.max(), carry
+      ),
+      lambda carry: carry,
+      start,
+    )
+    row_law = jnp.full((B, N), self.siblings, jnp.int32)
+    if sampled:
+      greedy = (context.sampling.temperature <= 0)[:, None]
+      row_law = jnp.where(greedy, DETERMINISTIC, row_law)
+    else:
+      row_law = jnp.full((B, N), DETERMINISTIC, jnp.int32)
+    shape = static_tree(self.tree, B)
+    draft = Draft(
+      tokens=tokens,
+      **shape,
+      law=row_law,
+      probs=probs,
+      acceptable=(shape["depths"] <= max_depth[:, None])
+      & (shape["depths"] > 0),
+    )
+    carry = (cache, block, begin, ready, wanted.any(), max_depth.max())
+    return draft, carry
+
+  def _grow(self, params, noise, cache, context, begin, deepest, carry):
+    """Reads pending tokens and root, then level after level of the tree."""
+    tokens, probs, block = carry
+    B = begin.shape[0]
+    plan, C = self.plan, CATCH_UP
+    size = plan.block_size
+    own = cache.length
+    positions = begin[:, None] + jnp.arange(C)[None]
+    index = jnp.clip(positions, 0, context.tokens.shape[1] - 1)
+    pending = positions >= own[:, None]  # not in the cache yet
+    first = jnp.take_along_axis(context.tokens, index, 1)
+    causal = jnp.tril(jnp.ones((C, C), bool))[None]
+    visible = jnp.zeros((B, C, size), bool)
+    visible = visible.at[:, :, :C].set(causal & pending[:, None, :])
+    out = self.read(
+      params,
+      first,
+      positions,
+      cache,
+      block,
+      visible,
+      logits_at=jnp.full((B, 1), C - 1, jnp.int32),
+    )
+    tokens, probs = self._draw_children(
+      out.logits,
+      np.zeros(1, np.int32),
+      plan.children[0, :1],
+      noise,
+      context,
+      tokens,
+      probs,
+    )
+    if self.tree.depth == 1:
+      return tokens, probs, out.block
+
+    read = jnp.asarray(plan.read)
+    children = jnp.asarray(plan.children)
+    starts = jnp.asarray(plan.start)
+    # Which block entries a node sees: pending and root, and its ancestors.
+    sees = np.zeros((self.tree.num_nodes, size), bool)
+    node, ancestor = np.nonzero(self.tree.visible)
+    inside = plan.block_index[ancestor] >= 0
+    sees[node[inside], plan.block_index[ancestor[inside]]] = True
+    sees[:, :C] = True
+    shown = jnp.ones((B, size), bool).at[:, :C].set(pending)
+
+    def level(carry):
+      d, tokens, probs, block = carry
+      nodes = lax.dynamic_index_in_dim(read, d, 0, False)
+      safe = jnp.maximum(nodes, 0)
+      W = nodes.shape[0]
+      out = self.read(
+        params,
+        tokens[:, safe],
+        jnp.broadcast_to((context.length - 1 + d)[:, None], (B, W)),
+        cache,
+        block,
+        jnp.asarray(sees)[safe][None] & shown[:, None],
+        start=starts[d],
+      )
+      tokens, probs = self._draw_children(
+        out.logits, nodes, children[d], noise, context, tokens, probs
+      )
+      return d + 1, tokens, probs, out.block
+
+    _, tokens, probs, block = lax.while_loop(
+      lambda carry: carry[0] < deepest,
+      level,
+      (jnp.int32(1), tokens, probs, out.block),
+    )
+    return tokens, probs, block
+
+  def _draw_children(
+    self, logits_BWV, nodes_W, children_WR, noise, context, tokens, probs
+  ):
+    """Draws the children of `W` nodes from the draft's law after each.
+
+    Returns:
+      (tokens `[B, N]`, probs `[B, N, V]` or None), written at the children
+      and at the nodes.
+    """
+    B, W, _ = logits_BWV.shape
+    N, V = self.tree.num_nodes, self.vocab_size
+    nodes_W, children_WR = jnp.asarray(nodes_W), jnp.asarray(children_WR)
+
+    def per_node(x):  # [B, ...] -> [B * W, ...]
+      return jnp.repeat(x, W, 0)
+
+    sampling = jax.tree.map(per_node, context.sampling)
+    counts = jax.tree.map(per_node, context.counts)
+    seen = jnp.asarray(self.tree.visible)[jnp.maximum(nodes_W, 0)]
+    counts = path_counts(counts, per_node(tokens), jnp.tile(seen, (B, 1)))
+    logits = _fit_vocabulary(logits_BWV, V).reshape(B * W, V)
+    rest = scores(logits, sampling, counts)
+    greedy_only = sampling.temperature is None
+    point_only = greedy_only or self.siblings == DETERMINISTIC
+    if not point_only:
+      sampling = self._own_temperature(sampling)
+      q = law(rest, sampling)
+      left = q
+      where = jnp.where(nodes_W >= 0, nodes_W, N)
+      probs = probs.at[:, where].set(q.reshape(B, W, V), mode="drop")
+      greedy = sampling.temperature <= 0
+    for rank in range(children_WR.shape[1]):
+      child_W = children_WR[:, rank]
+      best = jnp.argmax(rest, -1).astype(jnp.int32)
+      rest = jnp.where(one_hot(best, V) > 0, -jnp.inf, rest)
+      if point_only:
+        token = best
+      else:
+        u = noise.draft[:, jnp.maximum(child_W, 0)].reshape(B * W)
+        token = draw(left, u)
+        if self.siblings == WITHOUT_REPLACEMENT:
+          left = left * (1 - one_hot(token, V))
+        token = jnp.where(greedy, best, token)
+      where = jnp.where(child_W >= 0, child_W, N)
+      tokens = tokens.at[:, where].set(token.reshape(B, W), mode="drop")
+    return tokens, probs
+
+  def _own_temperature(self, sampling: Sampling) -> Sampling:
+    if self.temperature is None:
+      return sampling
+    row = sampling.temperature
+    return sampling.replace(
+      temperature=jnp.where(row > 0, self.temperature, row)
+    )
+
+  def update(self, params, carry, draft, verdict, output):
+    """Commits pending tokens, root and the accepted nodes that were read."""
+    del params, output
+    cache, block, begin, ready, grown, deepest = carry
+    C, K = CATCH_UP, self.tree.depth
+    own = cache.length
+    running = verdict.num_tokens > 0
+    # Tokens read at the start that the cache does not hold yet: pending ones
+    # and the root, or, in a row that catches up, all C.
+    skipped = jnp.clip(own - begin, 0, C)
+    lead = C - skipped
+    j = jnp.arange(C + K)[None]
+    node = jnp.take_along_axis(
+      verdict.path,
+      jnp.clip(j - lead[:, None] + 1, 0, K),
+      1,
+    )
+    where = jnp.asarray(self.plan.block_index)[jnp.maximum(node, 0)]
+    depth = jnp.asarray(self.tree.depths)[jnp.maximum(node, 0)]
+    was_read = (node > 0) & (where >= 0) & (depth < deepest)
+    was_read = was_read & (j >= lead[:, None]) & (j - lead[:, None] < K)
+    num = lead + jnp.where(ready, was_read.sum(1), 0)
+    path = jnp.where(j < lead[:, None], j + skipped[:, None], where)
+    num = jnp.where(running & grown, num, 0)
+    num = jnp.clip(num, 0, jnp.maximum(self.slots - own, 0))
+    return commit(cache, block, path, num)

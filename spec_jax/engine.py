@@ -1,0 +1,351 @@
+"""Runs jobs through a fixed batch of rows: refill, decode, collect.
+
+Everything a step needs stays on the device; the host looks in when a row is
+done, or often enough to stream. Rows that finish are refilled with the next
+prompts inside the donated state, so thousands of prompts run at full batch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import metrics, step as steps
+from spec_jax.base import (
+  FINISH_REASONS,
+  LENGTH,
+  RUNNING,
+  Model,
+  PyTree,
+  SpecInfo,
+  SpecState,
+)
+from spec_jax.programs import (
+  EngineConfig,
+  Program,
+  build_programs,
+  params_shardings,
+)
+from spec_jax.requests import Job, make_request
+from spec_jax.settings import Settings
+
+# Seconds between looks at the device: streaming, and otherwise.
+_STREAM_S, _LOOK_S = 0.05, 1.0
+_MAX_STEPS = 256
+
+
+class Finished(NamedTuple):
+  """One row's result.
+
+  Attributes:
+    index: number of the job.
+    ids: output tokens, the stop included.
+    logprobs: of each output token, or None.
+    finish_reason: one of `FINISH_REASONS`.
+    counts: what the row counted.
+    first_token_s: seconds from the start of its reading to its first token.
+    state: the row's state, to be continued, if asked for.
+  """
+
+  index: int
+  ids: list[int]
+  logprobs: list[float] | None
+  finish_reason: str
+  counts: metrics.Counts
+  first_token_s: float
+  state: SpecState | None
+
+
+class Engine:
+  """A batch of rows on a device or mesh, ready to run jobs.
+
+  Attributes:
+    config: the resolved static configuration.
+    timing: seconds by part, added up over runs.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    params: PyTree,
+    config: EngineConfig,
+    *,
+    draft: Model | None = None,
+    draft_params: PyTree = None,
+    automaton: PyTree = None,
+    mesh=None,
+    replicate_draft: bool = True,
+  ):
+    """Builds the programs; compiles nothing yet.
+
+    Args:
+      model: the target.
+      params: its parameters.
+      config: what is static.
+      draft: the draft model, if the drafter has one.
+      draft_params: its parameters.
+      automaton: of the stop strings, if `config.stop_strings`.
+      mesh: of axes 'data' and 'model', or None for one device.
+      replicate_draft: keep the draft whole on each device.
+
+    Raises:
+      ValueError: for an unknown drafter or option, or a size out of range.
+    """
+    self.config = config.resolved()
+    if mesh is not None:
+      data = mesh.shape["data"]
+      for name in ("batch_size", "refill_rows"):
+        size = getattr(self.config, name)
+        if name == "refill_rows" and size % data:
+          self.config = dataclasses.replace(self.config, refill_rows=data)
+        elif size % data:
+          raise ValueError(
+            f"{name} {size} is not a multiple of the mesh's data size {data}"
+          )
+    self.model = model
+    self.mesh = mesh
+    self._programs = build_programs(
+      model, draft, self.config, mesh, replicate_draft
+    )
+    self.params = {"target": params}
+    if draft is not None:
+      self.params["draft"] = draft_params
+    if self.config.stop_strings:
+      self.params["stops"] = jax.tree.map(jnp.asarray, automaton)
+    if mesh is not None:
+      self.params = jax.device_put(
+        self.params,
+        params_shardings(model, draft, self.config, mesh, replicate_draft),
+      )
+    self._compiled_before = self._programs.compiled()
+    self.timing = metrics.Timing()
+
+  @property
+  def depth(self) -> int:
+    """The drafter's depth `K`."""
+    return self._programs.depth
+
+  @property
+  def num_compiles(self) -> int:
+    """Programs compiled since this engine was made."""
+    return self._programs.compiled()[1] - self._compiled_before[1]
+
+  def _add_time(self, **seconds):
+    old = self.timing
+    changes = {k: getattr(old, k) + v for k, v in seconds.items()}
+    compile_s = self._programs.compiled()[0] - self._compiled_before[0]
+    self.timing = dataclasses.replace(old, compile_s=compile_s, **changes)
+
+  def _timed(self, program: Program, *args):
+    """Calls a program; returns (result, seconds without compile)."""
+    compiled = program.compile_s
+    start = time.perf_counter()
+    out = jax.block_until_ready(program(self.params, *args))
+    spent = time.perf_counter() - start
+    return out, spent - (program.compile_s - compiled)
+
+  def check(self, job: Job) -> None:
+    """Checks that a job fits.
+
+    Raises:
+      ValueError: if the prompt is empty or does not fit the context.
+    """
+    room = min(self.config.slots, self.model.config.max_length)
+    if not 0 < len(job.ids) < room:
+      raise ValueError(
+        f"a prompt of {len(job.ids)} tokens does not fit a context of {room} "
+        f"(one token at least, and room for one more)"
+      )
+    if len(job.stop_ids) > self.config.num_stop_ids:
+      raise ValueError(
+        f"{len(job.stop_ids)} stop ids, room for {self.config.num_stop_ids}"
+      )
+
+  def _check_start(self, start: SpecState, jobs: Sequence[Job]) -> None:
+    """Checks that a state can be continued by the jobs.
+
+    Raises:
+      ValueError: if it comes from another configuration, holds no drafter
+        state of this kind, or its text does not begin a job's prompt.
+    """
+    want = jax.eval_shape(self._programs.empty)
+
+    def describe(x):
+      return [
+        (jax.tree_util.keystr(path), (leaf.shape[1:], leaf.dtype))
+        if leaf.ndim != 5
+        else (jax.tree_util.keystr(path), (leaf.shape[2:], leaf.dtype))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x)
+      ]
+
+    have, need = dict(describe(start)), dict(describe(want))
+    if have != need:
+      wrong = sorted(k for k in {*have, *need} if have.get(k) != need.get(k))[0]
+      raise ValueError(
+        f"this state cannot be continued here: {wrong} is {have.get(wrong)}, "
+        f"needed is {need.get(wrong)} (the drafter, the cache size and the "
+        f"settings in use must be the same)"
+      )
+    held = int(start.target.length[0])
+    text = np.asarray(start.tokens[0, :held]).tolist()
+    for job in jobs:
+      if len(job.ids) <= held or list(job.ids[:held]) != text:
+        raise ValueError(
+          f"a prompt of {len(job.ids)} tokens does not continue the state's "
+          f"{held} tokens"
+        )
+
+  def prefix(self, ids: Sequence[int]) -> SpecState:
+    """Reads a prefix once; pass the result to `run` as `start`.
+
+    Args:
+      ids: at least 2 tokens that begin every job; the last one is not cached.
+    """
+    settings = Settings(max_new_tokens=1)
+    job = Job(ids, settings, (0,))
+    self.check(job)
+    state, seconds = self._read([job], [0], self._programs.empty(), None)
+    self._add_time(prefill_s=seconds, num_prompt_tokens=len(ids))
+    return steps.take_rows(state, jnp.zeros((1,), jnp.int32))
+
+  def _read(self, jobs, rows, state, start):
+    """Reads jobs into rows of a state; returns (state, seconds)."""
+    R, B = self.config.refill_rows, self.config.batch_size
+    request = make_request(jobs, self.config, self.model, R)
+    where = jnp.asarray([*rows] + [B] * (R - len(rows)), jnp.int32)
+    if start is None:
+      return self._timed(self._programs.refill, state, request, where)
+    return self._timed(self._programs.resume, state, start, request, where)
+
+  def run(
+    self,
+    jobs: Sequence[Job],
+    *,
+    start: SpecState | None = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_trace: Callable[[dict[int, int], SpecInfo], None] | None = None,
+    keep_state: bool = False,
+  ) -> Iterator[Finished]:
+    """Runs jobs at full batch; yields each as it finishes.
+
+    Args:
+      jobs: in the order they are started.
+      start: a state of one row whose text begins every job.
+      on_tokens: called with (job, new tokens) as they come.
+      on_trace: called after each step with ({row: job}, SpecInfo on the
+        host); needs `config.trace`, and steps one by one.
+      keep_state: give each result its state.
+
+    Raises:
+      ValueError: before anything runs, if a job does not fit or does not
+        continue `start`.
+    """
+    for job in jobs:
+      self.check(job)
+    if start is not None:
+      self._check_start(start, jobs)
+    return self._run(jobs, start, on_tokens, on_trace, keep_state)
+
+  def _run(self, jobs, start, on_tokens, on_trace, keep_state):
+    B, R = self.config.batch_size, self.config.refill_rows
+    held = 0 if start is None else int(start.target.length[0])
+    queue = deque(enumerate(jobs))
+    owner: dict[int, int] = {}  # row -> job
+    began: dict[int, float] = {}
+    first: dict[int, float] = {}
+    shown: dict[int, int] = {}
+    state = self._programs.empty()
+    if on_trace is None:  # so that no prompt waits for a compile
+      limits = jnp.int32(0), jnp.int32(0)
+      self._programs.decode.prepare(self.params, state, *limits)
+    step_s, look_s = 0.0, _STREAM_S if on_tokens else _LOOK_S
+    while True:
+      fresh = False
+      free = [r for r in range(B) if r not in owner]
+      while queue and free:
+        rows, free = free[:R], free[R:]
+        rows = rows[: len(queue)]
+        batch = [queue.popleft() for _ in rows]
+        state, seconds = self._read([j for _, j in batch], rows, state, start)
+        self._add_time(
+          prefill_s=seconds,
+          num_prompt_tokens=sum(len(j.ids) - held for _, j in batch),
+        )
+        # A compile is not part of the time to the first token.
+        now = time.perf_counter() - seconds
+        for row, (index, job) in zip(rows, batch, strict=True):
+          owner[row], began[row] = index, now
+          shown[row] = len(job.ids)
+          first.pop(row, None)
+        fresh = True
+      if not owner:
+        return
+      until = B - len(owner) + 1
+      if on_trace is not None:
+        (state, info), seconds = self._timed(self._programs.trace, state)
+        on_trace(dict(owner), jax.device_get(info))
+        taken = 1
+      else:
+        wanted = 1 if fresh or not step_s else int(look_s / step_s)
+        (state, taken), seconds = self._timed(
+          self._programs.decode,
+          state,
+          jnp.int32(min(max(wanted, 1), _MAX_STEPS)),
+          jnp.int32(until),
+        )
+        taken = int(taken)
+      self._add_time(decode_s=seconds)
+      if taken:
+        step_s = seconds / taken
+      lengths, done = jax.device_get((state.length, state.done))
+      now = time.perf_counter()
+      for row in list(owner):
+        if lengths[row] > shown[row] and row not in first:
+          first[row] = now - began[row]
+        if on_tokens is not None and lengths[row] > shown[row]:
+          new = np.asarray(state.tokens[row])[shown[row] : lengths[row]]
+          shown[row] = int(lengths[row])
+          on_tokens(owner[row], new.tolist())
+        if done[row]:
+          index = owner.pop(row)
+          finished = self._collect(state, row, index, keep_state)
+          finished = finished._replace(first_token_s=first.get(row, 0.0))
+          times = (*self.timing.first_token_s, finished.first_token_s)
+          self.timing = dataclasses.replace(self.timing, first_token_s=times)
+          yield finished
+
+  def _collect(self, state, row, index, keep_state) -> Finished:
+    def get(x):
+      return np.asarray(x[row])
+
+    begin, end = int(get(state.prompt_length)), int(get(state.length))
+    tally = jax.tree.map(get, state.tally)
+    counts = metrics.Counts(
+      emitted=end - begin,
+      steps=int(tally.num_steps),
+      drafted=int(tally.num_drafted),
+      accepted=int(tally.num_accepted),
+      drafted_at=tuple(int(x) for x in tally.drafted_at),
+      accepted_at=tuple(int(x) for x in tally.accepted_at),
+    )
+    logprobs = None
+    if state.logprobs is not None:
+      logprobs = [float(x) for x in get(state.logprobs)[begin:end]]
+    reason = int(get(state.finish_reason))
+    kept = None
+    if keep_state:
+      kept = steps.take_rows(state, jnp.asarray([row], jnp.int32))
+    return Finished(
+      index=index,
+      ids=get(state.tokens)[begin:end].tolist(),
+      logprobs=logprobs,
+      finish_reason=FINISH_REASONS[LENGTH if reason == RUNNING else reason],
+      counts=counts,
+      first_token_s=0.0,
+      state=kept,
+    )

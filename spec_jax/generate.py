@@ -1,0 +1,463 @@
+"""From prompts to text: the host side that a user calls."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec_jax import metrics, stops, text
+from spec_jax.base import SpecState
+from spec_jax.drafters import vanilla
+from spec_jax.engine import Engine, Finished
+from spec_jax.hub import Loaded
+from spec_jax.models import decoder
+from spec_jax.programs import EngineConfig
+from spec_jax.requests import Job, slots_for
+from spec_jax.settings import Settings, in_use
+
+# A prompt: text, token ids, or chat messages with "role" and "content".
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+# Rows a run uses unless told otherwise.
+_BATCH = 8
+# A prefix shared by all prompts is read once if it is at least this long.
+_SHARED_PREFIX = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """One sample's output.
+
+  Attributes:
+    prompt: number of the prompt.
+    sample: number of the sample of that prompt.
+    prompt_ids: tokens of the prompt.
+    ids: output tokens; a stop id, and the tokens of a stop string up to the
+      one that completes it, are kept.
+    text: output text, without special tokens and without the stop string.
+    logprobs: of each id, or None.
+    finish_reason: "stop" (an id), "stop_string" or "length".
+    counts: what this completion counted.
+    first_token_s: seconds from the start of reading to the first token.
+    state: to be continued, if asked for.
+  """
+
+  prompt: int
+  sample: int
+  prompt_ids: tuple[int, ...]
+  ids: list[int]
+  text: str
+  logprobs: list[float] | None
+  finish_reason: str
+  counts: metrics.Counts
+  first_token_s: float
+  state: SpecState | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """All completions of a run, in the order of prompts and samples.
+
+  Attributes:
+    completions: one a prompt and sample.
+    report: counts, rates and speeds, see `metrics.report`.
+    seed: the run's seed, drawn if none was given.
+  """
+
+  completions: list[Completion]
+  report: dict[str, Any]
+  seed: int
+
+  @property
+  def ids(self) -> list[list[int]]:
+    """Output tokens of each completion."""
+    return [c.ids for c in self.completions]
+
+  @property
+  def texts(self) -> list[str]:
+    """Output text of each completion."""
+    return [c.text for c in self.completions]
+
+  @property
+  def logprobs(self) -> list[list[float] | None]:
+    """Log-probabilities of each completion's ids."""
+    return [c.logprobs for c in self.completions]
+
+
+class Work(NamedTuple):
+  """Jobs and what decoding them back to text needs.
+
+  Attributes:
+    jobs: one a prompt and sample.
+    origin: (prompt, sample) of each job.
+    stop_strings: all stop strings of the run; bits of `Job.patterns`.
+    token_bytes: bytes of each id, or None without a tokenizer.
+    seed: the run's seed.
+  """
+
+  jobs: list[Job]
+  origin: list[tuple[int, int]]
+  stop_strings: tuple[str, ...]
+  token_bytes: list[bytes] | None
+  seed: int
+
+
+def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
+  """Returns the ids of a prompt: text, ids as they are, or chat messages.
+
+  Raises:
+    ValueError: if it is empty or there is no tokenizer for it.
+  """
+  if not isinstance(prompt, str) and len(prompt) == 0:
+    raise ValueError("a prompt is empty")
+  if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+    return tuple(int(i) for i in prompt)  # type: ignore[arg-type]
+  if tokenizer is None:
+    raise ValueError("this model has no tokenizer: give prompts as token ids")
+  if isinstance(prompt, str):
+    return tuple(text.encode_prompt(tokenizer, prompt))
+  return tuple(text.encode_chat(tokenizer, list(prompt)))
+
+
+@functools.lru_cache(maxsize=4)
+def _token_bytes_of(tokenizer: Any, vocab_size: int) -> list[bytes]:
+  return text.token_bytes(tokenizer, vocab_size)
+
+
+def plan(
+  loaded: Loaded,
+  prompts: Sequence[Prompt],
+  settings: Settings | Sequence[Settings],
+  seed: int | None,
+) -> Work:
+  """Checks settings and turns prompts into jobs; no forward pass.
+
+  Raises:
+    ValueError: for a setting out of range, an empty prompt, a token id outside
+      the vocabulary, or stop strings without a tokenizer.
+  """
+  V = loaded.model.config.vocab_size
+  if isinstance(settings, Settings):
+    settings = [settings] * len(prompts)
+  if len(settings) != len(prompts):
+    raise ValueError(f"{len(settings)} settings for {len(prompts)} prompts")
+  seed = secrets.randbits(32) if seed is None else seed
+  if not 0 <= seed < 2**63:
+    raise ValueError(f"seed must be in [0, 2**63), got {seed}")
+  stop_strings = tuple(
+    dict.fromkeys(x for s in settings for x in s.stop_strings)
+  )
+  if stop_strings and loaded.tokenizer is None:
+    raise ValueError("stop strings need a tokenizer, this model has none")
+  for string in stop_strings:
+    if string in loaded.tokenizer.all_special_tokens:
+      raise ValueError(
+        f"stop string {string!r} is a special token, which no text shows: "
+        f"use stop_ids with {loaded.tokenizer.convert_tokens_to_ids(string)}"
+      )
+  jobs, origin = [], []
+  for number, (prompt, s) in enumerate(zip(prompts, settings, strict=True)):
+    s.check(V)
+    ids = encode(loaded.tokenizer, prompt)
+    wrong = [i for i in ids if not 0 <= i < V]
+    if wrong:
+      raise ValueError(
+        f"prompt {number} holds id {wrong[0]}, the vocabulary has {V} ids"
+      )
+    bits = sum(1 << stop_strings.index(x) for x in set(s.stop_strings))
+    own = loaded.stop_ids if s.stop_ids is None else s.stop_ids
+    for sample in range(s.num_samples):
+      seeds = (seed, number) if s.seed is None else (s.seed,)
+      jobs.append(Job(ids, s, (*seeds, sample), tuple(own), bits))
+      origin.append((number, sample))
+  table = None
+  if loaded.tokenizer is not None:
+    table = _token_bytes_of(loaded.tokenizer, V)
+  return Work(jobs, origin, stop_strings, table, seed)
+
+
+def make_engine(
+  loaded: Loaded,
+  work: Work,
+  *,
+  drafter: str = "none",
+  draft: Loaded | str | int | None = None,
+  options: Mapping[str, Any] | None = None,
+  batch_size: int = 0,
+  slots: int = 0,
+  chunk: int = 0,
+  refill_rows: int = 0,
+  logprobs: str | None = None,
+  trace: bool = False,
+  mesh=None,
+  replicate_draft: bool = True,
+) -> Engine:
+  """Makes an engine that fits the work.
+
+  Args:
+    loaded: the target.
+    work: from `plan`.
+    drafter: a name from `drafters.names()`.
+    draft: the draft model: another loaded model, "target" for the target
+      itself, or a number of the target's first layers.
+    options: the drafter's options.
+    batch_size: rows; 0 = 8, or as many as there are jobs.
+    slots: tokens a row may hold; 0 = the smallest size that fits.
+    chunk: prompt tokens read in one pass; 0 = chosen for the device.
+    refill_rows: prompts read together; 0 = chosen for the device.
+    logprobs: None, "raw" or "warped".
+    trace: whether `Engine.run(on_trace=...)` will be used.
+    mesh: of axes 'data' and 'model', or None.
+    replicate_draft: keep the draft whole on each device of a mesh.
+
+  Raises:
+    ValueError: for anything that does not fit together.
+  """
+  model, jobs = loaded.model, work.jobs
+  longest = max(len(j.ids) + j.settings.max_new_tokens for j in jobs)
+  context = model.config.max_length
+  if not slots:
+    slots = min(slots_for(min(longest, context)), context)
+  if slots > context:
+    raise ValueError(f"{slots} slots, the model's context is {context}")
+  data = 1 if mesh is None else mesh.shape["data"]
+  if not batch_size:
+    batch_size = -(-min(_BATCH, max(1, len(jobs))) // data) * data
+  draft_model, draft_params = resolve_draft(loaded, draft)
+  options = dict(options or {})
+  tree = options.get("tree")
+  if isinstance(tree, list):
+    options["tree"] = tuple(tree)
+  config = EngineConfig(
+    drafter=drafter,
+    options=tuple(sorted(options.items())),
+    batch_size=batch_size,
+    slots=slots,
+    chunk=chunk,
+    refill_rows=refill_rows,
+    logprobs=logprobs,
+    use=in_use([j.settings for j in jobs]),
+    num_stop_ids=max((len(j.stop_ids) for j in jobs), default=1) or 1,
+    stop_strings=bool(work.stop_strings),
+    trace=trace,
+  )
+  automaton = None
+  if work.stop_strings:
+    assert work.token_bytes is not None
+    automaton = stops.build_automaton(work.stop_strings, work.token_bytes)
+  return Engine(
+    model,
+    loaded.params,
+    config,
+    draft=draft_model,
+    draft_params=draft_params,
+    automaton=automaton,
+    mesh=mesh,
+    replicate_draft=replicate_draft,
+  )
+
+
+@functools.lru_cache(maxsize=8)
+def _build_short(config, dtype, scan_layers):
+  return decoder.build(config, dtype=dtype, scan_layers=scan_layers)
+
+
+def resolve_draft(loaded: Loaded, draft: Loaded | str | int | None):
+  """Returns (model, params) of the draft, or (None, None).
+
+  Args:
+    loaded: the target.
+    draft: see `make_engine`.
+
+  Raises:
+    ValueError: if it names nothing, the layers are out of range, or the
+      vocabularies differ.
+  """
+  if draft is None:
+    return None, None
+  if isinstance(draft, Loaded):
+    if loaded.tokenizer is not None and draft.tokenizer is not None:
+      check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
+    return draft.model, draft.params
+  if draft == "target":
+    return loaded.model, loaded.params
+  if isinstance(draft, int) and not isinstance(draft, bool):
+    short, params = vanilla.first_layers(
+      loaded.model.config, loaded.params, draft
+    )
+    stacked = isinstance(params["layers"], dict)
+    dtype = params["embed"].dtype
+    return _build_short(short, dtype, stacked), params
+  raise ValueError(
+    f"draft must be a loaded model, 'target' or a number of layers, got "
+    f"{draft!r}"
+  )
+
+
+def check_same_vocabulary(target: Any, draft: Any) -> None:
+  """Checks that two tokenizers give the same ids the same tokens.
+
+  Ids that only one of them has are allowed (padding differs between sizes of
+  a family); an id that means two things is not.
+
+  Raises:
+    ValueError: naming the first id that differs.
+  """
+  ours = {i: token for token, i in target.get_vocab().items()}
+  theirs = {i: token for token, i in draft.get_vocab().items()}
+  for i in range(min(len(ours), len(theirs))):
+    if ours.get(i) != theirs.get(i):
+      raise ValueError(
+        f"target and draft vocabularies differ first at id {i}: "
+        f"{ours.get(i)!r} and {theirs.get(i)!r}"
+      )
+
+
+def _stream(work: Work, job: Job) -> text.StreamDecoder:
+  assert work.token_bytes is not None
+  return text.StreamDecoder(
+    work.token_bytes,
+    stop_strings=job.settings.stop_strings,
+    first=job.settings.min_new_tokens,
+  )
+
+
+def complete(work: Work, finished: Finished) -> Completion:
+  """Turns an engine's result into text."""
+  job = work.jobs[finished.index]
+  prompt, sample = work.origin[finished.index]
+  words = ""
+  if work.token_bytes is not None:
+    stream = _stream(work, job)
+    words = stream.push(finished.ids) + stream.flush()
+  return Completion(
+    prompt=prompt,
+    sample=sample,
+    prompt_ids=tuple(job.ids),
+    ids=finished.ids,
+    text=words,
+    logprobs=finished.logprobs,
+    finish_reason=finished.finish_reason,
+    counts=finished.counts,
+    first_token_s=finished.first_token_s,
+    state=finished.state,
+  )
+
+
+def run(
+  engine: Engine,
+  work: Work,
+  *,
+  start: SpecState | None = None,
+  on_text: Callable[[int, int, str], None] | None = None,
+  on_trace: Callable | None = None,
+  keep_state: bool = False,
+) -> Iterator[Completion]:
+  """Runs the work on an engine and yields completions as they finish.
+
+  Args:
+    engine: from `make_engine`.
+    work: from `plan`.
+    start: a state whose text begins every prompt (`Completion.state`, or
+      `Engine.prefix`).
+    on_text: called with (prompt, sample, piece) as text comes; pieces never
+      hold half a character and join to the completion's text.
+    on_trace: see `Engine.run`.
+    keep_state: give each completion its state.
+  """
+  streams: dict[int, text.StreamDecoder] = {}
+
+  def on_tokens(index: int, ids: list[int]) -> None:
+    assert on_text is not None and work.token_bytes is not None
+    if index not in streams:
+      streams[index] = _stream(work, work.jobs[index])
+    piece = streams[index].push(ids)
+    if piece:
+      on_text(*work.origin[index], piece)
+
+  streaming = on_text is not None and work.token_bytes is not None
+  for finished in engine.run(
+    work.jobs,
+    start=start,
+    on_tokens=on_tokens if streaming else None,
+    on_trace=on_trace,
+    keep_state=keep_state,
+  ):
+    stream = streams.pop(finished.index, None)
+    if stream is not None and on_text is not None:
+      tail = stream.flush()
+      if tail:
+        on_text(*work.origin[finished.index], tail)
+    yield complete(work, finished)
+
+
+def shared_prefix(jobs: Sequence[Job]) -> int:
+  """Returns how many leading tokens all prompts share; 0 if few or one."""
+  if len(jobs) < 2:
+    return 0
+  arrays = [np.asarray(j.ids) for j in jobs]
+  width = min(map(len, arrays)) - 1  # a token must be left to read
+  same = np.ones(max(width, 0), bool)
+  for a in arrays[1:]:
+    same &= a[:width] == arrays[0][:width]
+  count = int(same.cumprod().sum()) if width > 0 else 0
+  return count if count >= _SHARED_PREFIX else 0
+
+
+def generate(
+  loaded: Loaded,
+  prompts: Prompt | Sequence[Prompt],
+  *,
+  settings: Settings | Sequence[Settings] | None = None,
+  seed: int | None = None,
+  start: SpecState | None = None,
+  on_text: Callable[[int, int, str], None] | None = None,
+  keep_state: bool = False,
+  **engine,
+) -> Generation:
+  """Generates text, plainly or speculatively; the law is the target's.
+
+  >>> out = generate(loaded, "def add(a, b):", drafter="prompt_lookup")
+  >>> out.texts[0], out.report["emitted_per_step"]
+
+  Args:
+    loaded: the target, from `spec_jax.load`.
+    prompts: one prompt or several: text, token ids, or chat messages.
+    settings: of all prompts, or one a prompt; default greedy.
+    seed: of the run; None draws one. A prompt's text depends on its seed and
+      number, not on its batch.
+    start: a state to continue, see `run`.
+    on_text: called with (prompt, sample, piece) as text comes.
+    keep_state: give each completion its state.
+    **engine: see `make_engine`: `drafter`, `draft`, `options`, `batch_size`,
+      `slots`, `logprobs`, `mesh`, ...
+
+  Returns:
+    Generation.
+
+  Raises:
+    ValueError: before any forward pass, for anything that does not fit.
+  """
+  if isinstance(prompts, str) or (
+    len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping))
+  ):
+    prompts = [prompts]  # type: ignore[list-item]
+  if not prompts:
+    raise ValueError("there is no prompt")
+  work = plan(loaded, prompts, settings or Settings(), seed)  # type: ignore[arg-type]
+  if start is not None and not engine.get("slots"):
+    engine["slots"] = start.tokens.shape[1]
+  machine = make_engine(loaded, work, **engine)
+  if start is None:
+    shared = shared_prefix(work.jobs)
+    if shared:
+      start = machine.prefix([*work.jobs[0].ids[: shared + 1]])
+  found = list(
+    run(machine, work, start=start, on_text=on_text, keep_state=keep_state)
+  )
+  found.sort(key=lambda c: (c.prompt, c.sample))
+  counts = metrics.Counts.sum([c.counts for c in found])
+  return Generation(found, metrics.report(counts, machine.timing), work.seed)

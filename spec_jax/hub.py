@@ -1,0 +1,439 @@
+"""From a name to a model, its parameters and its tokenizer.
+
+A name is tried as a built-in name, a local folder, a local GGUF file and a
+name on the Hugging Face hub, in this order. Whatever can be known before the
+weights are read is checked before.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+import hashlib
+import json
+import os
+from pathlib import Path
+import re
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import gguf_hf, gguf_io, gguf_tokenizer, models, weights
+from spec_jax.base import Model, PyTree
+from spec_jax.builtin import BUILTIN, download_builtin, sha256_of
+from spec_jax.models import decoder
+from spec_jax.safetensors_io import LoadError, Tensor, open_safetensors
+
+__all__ = [
+  "Inspected",
+  "LoadError",
+  "Loaded",
+  "inspect",
+  "load",
+  "weights_hash",
+]
+
+
+class Loaded(NamedTuple):
+  """A model ready to run.
+
+  Attributes:
+    model: pure functions; `model.config` is the architecture.
+    params: its parameters.
+    tokenizer: a transformers tokenizer, or None.
+    config: the Hugging Face configuration as read, or as a GGUF file's
+      metadata amount to.
+    name: what `load` was given.
+    hashes: SHA-256 of "config" and "tokenizer" (tokenizer.json).
+    stop_ids: ids that end a text, the model's own first.
+    files: the weight files, see `weights_hash`.
+  """
+
+  model: Model
+  params: PyTree
+  tokenizer: Any
+  config: dict[str, Any]
+  name: str
+  hashes: dict[str, str]
+  stop_ids: tuple[int, ...]
+  files: tuple[Path, ...]
+
+
+# Tokens that end a turn in the chat templates of the families here.
+_END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end|>")
+# Beyond it a layer loop compiles too long (design, D3).
+_SCAN_ABOVE = 40
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# What is fetched from the hub before a config has been accepted, and after.
+_SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
+_WEIGHT_FILES = ("*.safetensors",)
+# Signs of draft heads in a config.json or among tensor names.
+_HEADS = {
+  "Medusa": (r"medusa.*", r"(medusa_head\.)?\d+\.\d+\..*"),
+  "EAGLE": (r"draft_vocab_size", r"(model\.)?fc\.weight|d2t|t2d"),
+}
+
+
+class _Found(NamedTuple):
+  """Files of a model, headers read.
+
+  Attributes:
+    config: Hugging Face style.
+    tensors: by Hugging Face name.
+    files: weight files.
+    words: what holds the tokenizer.
+    eos: ids the model itself ends with.
+  """
+
+  config: dict[str, Any]
+  tensors: dict[str, Tensor]
+  files: tuple[Path, ...]
+  words: Path | gguf_io.GGUF
+  eos: tuple[int, ...]
+
+
+class Inspected(NamedTuple):
+  """A model that was opened and checked, its weights not yet read.
+
+  Attributes:
+    loaded: everything but the weights; `params` is None.
+    read: reads the weights and returns `loaded` with them.
+  """
+
+  loaded: Loaded
+  read: Callable[[], Loaded]
+
+
+def load(name: str | os.PathLike, **kwargs) -> Loaded:
+  """Loads a model by name, folder or file: `inspect(...).read()`.
+
+  Args:
+    name: see `inspect`.
+    **kwargs: see `inspect`.
+
+  Returns:
+    The model with everything that belongs to it.
+
+  Raises:
+    LoadError: see `inspect`.
+  """
+  return inspect(name, **kwargs).read()
+
+
+def inspect(
+  name: str | os.PathLike,
+  *,
+  dtype: Any = None,
+  scan_layers: bool | None = None,
+  revision: str | None = None,
+  tokenizer: bool = True,
+) -> Inspected:
+  """Opens a model and checks all that can be known before weights are read.
+
+  Args:
+    name: a key of `BUILTIN`; a folder with config.json and safetensors; a
+      .gguf file; or "organisation/model" on the Hugging Face hub.
+    dtype: of the parameters, "float32", "bfloat16" or "float16"; by default
+      float32 on CPU and bfloat16 elsewhere.
+    scan_layers: whether layers are stacked and scanned; by default on TPU and
+      GPU with more than 40 layers that are alike.
+    revision: branch, tag or commit of a hub name.
+    tokenizer: whether to load the tokenizer too.
+
+  Returns:
+    Inspected.
+
+  Raises:
+    LoadError: one plain line, if the name means nothing, files are missing or
+      damaged, or the model is of a kind that is not supported. Config, header,
+      tensor names and shapes, and the tokenizer's size are checked before any
+      weight is read.
+  """
+  name = os.fspath(name)
+  dtype = _dtype(dtype)
+  found = _find(name, revision)
+  family, config = _architecture(found.config, name)
+  if scan_layers is None:
+    scan_layers = (
+      jax.default_backend() != "cpu"
+      and config.num_layers > _SCAN_ABOVE
+      and len(set(config.windows)) == 1
+    )
+  try:
+    plan = weights.check_tensors(family, config, found.tensors)
+  except LoadError as error:
+    raise LoadError(f"{name}: {error}") from error
+  hashes = {"config": _sha256_of_json(found.config)}
+  words = None
+  if tokenizer:
+    words, hashes["tokenizer"] = _tokenizer(found, name)
+    _check_tokenizer(words, config.vocab_size, name)
+  try:
+    model = decoder.build(config, dtype=dtype, scan_layers=scan_layers)
+  except ValueError as error:
+    raise LoadError(f"{name}: {error}") from error
+  stop_ids = _stop_ids(found.eos, words, config.vocab_size)
+  loaded = Loaded(
+    model, None, words, found.config, name, hashes, stop_ids, found.files
+  )
+
+  def read() -> Loaded:
+    params = weights.read_params(plan, dtype=dtype, scan_layers=scan_layers)
+    return loaded._replace(params=params)
+
+  return Inspected(loaded, read)
+
+
+def weights_hash(source: Loaded | str | os.PathLike) -> str:
+  """Returns the SHA-256 of a model's weight files, for a manifest.
+
+  One file: of its bytes. Several: of the lines `<hash>  <name>`, as sha256sum
+  prints them, in order of name. Reads all of them, so ask only once.
+
+  Args:
+    source: what `load` returned, or a folder or file.
+
+  Raises:
+    LoadError: if there is no weight file.
+  """
+  if isinstance(source, Loaded):
+    files: Iterable[Path] = source.files
+  else:
+    path = Path(source)
+    files = (path,) if path.is_file() else _weight_files(path)
+  hashes = [(path.name, sha256_of(path)) for path in sorted(files)]
+  if len(hashes) == 1:
+    return hashes[0][1]
+  lines = "".join(f"{digest}  {name}\n" for name, digest in hashes)
+  return hashlib.sha256(lines.encode()).hexdigest()
+
+
+# --- names ------------------------------------------------------------------
+
+
+def _find(name: str, revision: str | None) -> _Found:
+  path = Path(name).expanduser()
+  local = name in BUILTIN or path.exists() or name.endswith(".gguf")
+  if local and revision is not None:
+    raise LoadError(
+      f"revision={revision!r} is for names on the hub, not {name}"
+    )
+  if name in BUILTIN:
+    return _open_gguf(download_builtin(name))
+  if path.is_dir():
+    return _open_folder(path)
+  if path.is_file() and path.suffix == ".gguf":
+    return _open_gguf(path)
+  if path.is_file():
+    raise LoadError(f"{name} is a file, but not a .gguf file; give its folder")
+  if local or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    raise LoadError(
+      f"{name!r} is no folder, no .gguf file, no built-in model"
+      f" ({', '.join(BUILTIN)}) and no hub name (organisation/model)"
+    )
+  # The weights come only after config.json has been accepted.
+  folder = _snapshot(name, revision, _SMALL_FILES)
+  config = _read_json(folder / "config.json", name)
+  _refuse_heads(config, (), name)
+  _architecture(config, name)
+  return _open_folder(_snapshot(name, revision, _SMALL_FILES + _WEIGHT_FILES))
+
+
+def _snapshot(name: str, revision: str | None, patterns) -> Path:
+  import huggingface_hub
+
+  try:
+    folder = huggingface_hub.snapshot_download(
+      name, revision=revision, allow_patterns=list(patterns)
+    )
+  except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    kind = type(error).__name__
+    if isinstance(error, huggingface_hub.errors.GatedRepoError):
+      why = "its owner asks you to accept terms there first, and to log in"
+    elif isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):
+      why = "there is none of that name, or it needs you to log in"
+    elif isinstance(error, huggingface_hub.errors.RevisionNotFoundError):
+      why = f"it has no revision {revision!r}"
+    else:
+      why = f"the hub cannot be reached and its cache does not hold it ({kind})"
+    raise LoadError(
+      f"cannot get {name!r} from the Hugging Face hub: {why}; instead give a"
+      " local folder with config.json and safetensors, a .gguf file, or a"
+      f" built-in model: {', '.join(BUILTIN)}"
+    ) from error
+  return Path(folder)
+
+
+# --- folders and files ------------------------------------------------------
+
+
+def _open_folder(folder: Path) -> _Found:
+  config = _read_json(folder / "config.json", str(folder))
+  _refuse_heads(config, (), str(folder))
+  files = _weight_files(folder)
+  tensors: dict[str, Tensor] = {}
+  for file in files:
+    found = open_safetensors(file)
+    if twice := sorted(found.keys() & tensors.keys()):
+      raise LoadError(f"{folder}: tensor {twice[0]!r} is in two files")
+    tensors |= found
+  _refuse_heads(config, tensors, str(folder))
+  eos = []
+  for name in ("generation_config.json", "config.json"):
+    if (folder / name).exists():
+      eos += _ids(_read_json(folder / name, str(folder)).get("eos_token_id"))
+  return _Found(config, tensors, files, folder, tuple(eos))
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+  """Returns the safetensors files of a folder, all that its index names."""
+  index = folder / "model.safetensors.index.json"
+  if (folder / "model.safetensors").exists():
+    return (folder / "model.safetensors",)
+  if index.exists():
+    weight_map = _read_json(index, str(folder)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise LoadError(f"{index} has no weight_map")
+    files = tuple(folder / name for name in sorted(set(weight_map.values())))
+    if lost := [file.name for file in files if not file.is_file()]:
+      raise LoadError(f"{folder} lacks {lost[0]}, which its index names")
+    return files
+  files = tuple(sorted(folder.glob("*.safetensors")))
+  if files:
+    return files
+  if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+    raise LoadError(
+      f"{folder} holds PyTorch files only; save the model as safetensors"
+    )
+  if other := sorted(folder.glob("*.gguf")):
+    raise LoadError(f"{folder} holds no safetensors; did you mean {other[0]}?")
+  raise LoadError(f"{folder} holds no *.safetensors")
+
+
+def _open_gguf(path: Path) -> _Found:
+  gguf = gguf_io.read_gguf(path)
+  config = gguf_hf.hf_config(gguf)
+  tensors = gguf_hf.hf_tensors(gguf, config)
+  ids = [
+    gguf.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot")
+  ]
+  eos = [i for value in ids for i in _ids(value)]
+  return _Found(config, tensors, (path,), gguf, tuple(eos))
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+  try:
+    found = json.loads(path.read_text("utf-8"))
+  except FileNotFoundError as error:
+    raise LoadError(f"{name} holds no {path.name}") from error
+  except (OSError, ValueError) as error:
+    raise LoadError(f"{path} cannot be read: {error}") from error
+  if not isinstance(found, dict):
+    raise LoadError(f"{path} is not a JSON object")
+  return found
+
+
+def _refuse_heads(config: Mapping, tensors: Iterable[str], name: str) -> None:
+  """Refuses draft heads given as a model."""
+  words = [*config, *map(str, config.get("architectures") or ())]
+  words.append(str(config.get("model_type")))
+  for kind, (in_config, in_tensors) in _HEADS.items():
+    said = any(
+      re.fullmatch(in_config, w) or kind.lower() in w.lower() for w in words
+    )
+    if said or any(re.fullmatch(in_tensors, t) for t in tensors):
+      raise LoadError(
+        f"{name} holds {kind} draft heads, not a model: load the model they"
+        f" were trained for, and give this as the heads of the drafter"
+        f" {kind.lower()!r}"
+      )
+
+
+def _architecture(config: Mapping, name: str) -> tuple[ModuleType, Any]:
+  """Returns the family and what it makes of the config."""
+  try:
+    family = models.load(str(config.get("model_type")))
+    return family, family.from_hf(config)
+  except (ValueError, TypeError) as error:
+    raise LoadError(f"{name}: {error}") from error
+
+
+def _dtype(dtype: Any) -> np.dtype:
+  if dtype is None:
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  for name in ("float32", "bfloat16", "float16"):
+    # By comparison: a name numpy does not know would raise.
+    if dtype in (name, jnp.dtype(name)):
+      return jnp.dtype(name)
+  raise LoadError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
+
+
+# --- tokenizers and stop ids ------------------------------------------------
+
+
+def _tokenizer(found: _Found, name: str) -> tuple[Any, str]:
+  """Returns the tokenizer and the hash of its tokenizer.json."""
+  # transformers says at import that it has no torch, which is as it should be.
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  import transformers
+
+  folder = found.words
+  if not isinstance(folder, Path):
+    folder = gguf_tokenizer.saved_tokenizer(folder)
+  if not any((folder / file).exists() for file in _TOKENIZER_FILES):
+    raise LoadError(
+      f"{name} holds no tokenizer; load with tokenizer=False to go without"
+    )
+  try:
+    if (folder / "tokenizer.json").exists():
+      # As the file says; AutoTokenizer may rebuild it by model type.
+      words = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+      return words, sha256_of(folder / "tokenizer.json")
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+  except Exception as error:  # the libraries raise anything, even Exception
+    raise LoadError(
+      f"{name}: cannot load its tokenizer ({error}); load with tokenizer=False"
+      " to go without"
+    ) from error
+  backend = getattr(words, "backend_tokenizer", None)
+  text = backend.to_str() if backend is not None else ""
+  return words, hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_tokenizer(words: Any, vocab_size: int, name: str) -> None:
+  """Refuses a tokenizer with ids that have no row.
+
+  Gemma's has one more, for images. Special tokens the chat template does not
+  write are let pass: no text contains them by accident.
+  """
+  template = str(words.chat_template or "")
+  over = {t: i for t, i in words.get_vocab().items() if i >= vocab_size}
+  special = set(words.all_special_tokens)
+  special |= {
+    str(token) for token in words.added_tokens_decoder.values() if token.special
+  }
+  if any(t not in special or t in template for t in over):
+    raise LoadError(
+      f"{name}: its tokenizer has ids up to {max(over.values())}, its weights"
+      f" {vocab_size} rows"
+    )
+
+
+def _stop_ids(eos: tuple[int, ...], words: Any, vocab_size: int):
+  ids = list(eos)
+  if words is not None:
+    ids += _ids(words.eos_token_id)
+    template, vocab = str(words.chat_template or ""), words.get_vocab()
+    ids += [vocab[t] for t in _END_OF_TURN if t in template and t in vocab]
+  return tuple(i for i in dict.fromkeys(ids) if 0 <= i < vocab_size)
+
+
+def _ids(value: Any) -> list[int]:
+  """Returns `eos_token_id` as a list: it may be a number, a list or None."""
+  if value is None:
+    return []
+  return [int(i) for i in value] if isinstance(value, list) else [int(value)]
+
+
+def _sha256_of_json(value: Any) -> str:
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

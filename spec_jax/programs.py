@@ -1,0 +1,236 @@
+"""The compiled programs of one static configuration, and how long they took."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import drafters, length, sharding, step as steps
+from spec_jax.base import Model, PyTree
+from spec_jax.requests import make_request
+
+# Prompt tokens read in one pass.
+_CHUNK_CPU, _CHUNK = 64, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """What is static about a run; another value is another program.
+
+  Attributes:
+    drafter: a file of `spec_jax/drafters`.
+    options: the drafter's options, as sorted pairs.
+    batch_size: rows.
+    slots: tokens a row may hold; see `slots_for`.
+    chunk: prompt tokens read in one pass; 0 = 64 on CPU, 512 elsewhere.
+    refill_rows: prompts read together; 0 = 1 on CPU, half the batch
+      elsewhere.
+    logprobs: None, "raw" or "warped".
+    use: sampling settings in use.
+    num_stop_ids: stop ids a row may have.
+    stop_strings: whether a stop-string automaton runs.
+    trace: whether `trace_step` can be called.
+  """
+
+  drafter: str = "none"
+  options: tuple[tuple[str, Any], ...] = ()
+  batch_size: int = 1
+  slots: int = 1024
+  chunk: int = 0
+  refill_rows: int = 0
+  logprobs: str | None = None
+  use: frozenset[str] = frozenset()
+  num_stop_ids: int = 1
+  stop_strings: bool = False
+  trace: bool = False
+
+  def resolved(self) -> "EngineConfig":
+    """Fills in what depends on the device.
+
+    Raises:
+      ValueError: if a size is out of range.
+    """
+    for low, names in (
+      (1, ("batch_size", "slots", "num_stop_ids")),
+      (0, ("chunk", "refill_rows")),
+    ):
+      for name in names:
+        value = getattr(self, name)
+        if value < low:
+          raise ValueError(f"{name} must be at least {low}, got {value}")
+    cpu = jax.default_backend() == "cpu"
+    refill = self.refill_rows or (1 if cpu else max(1, self.batch_size // 2))
+    return dataclasses.replace(
+      self,
+      chunk=self.chunk or (_CHUNK_CPU if cpu else _CHUNK),
+      refill_rows=min(refill, self.batch_size),
+    )
+
+
+class Program:
+  """A jitted function, compiled ahead of its call so that time is apart.
+
+  Attributes:
+    compile_s: seconds spent compiling so far.
+    num_compiles: programs compiled so far.
+  """
+
+  def __init__(self, jitted: Callable):
+    self._jitted = jitted
+    self._compiled: dict[Any, Any] = {}
+    self.compile_s = 0.0
+    self.num_compiles = 0
+
+  def __call__(self, params, *args):
+    """Calls the program for these shapes, compiled if they are new."""
+    return self.prepare(params, *args)(params, *args)
+
+  def prepare(self, params, *args) -> Callable:
+    """Compiles for these shapes if they are new; runs nothing."""
+    leaves, structure = jax.tree.flatten(args)
+    kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    key = (structure, tuple(kinds), jax.tree.structure(params))
+    if key not in self._compiled:
+      start = time.perf_counter()
+      self._compiled[key] = self._jitted.lower(params, *args).compile()
+      self.compile_s += time.perf_counter() - start
+      self.num_compiles += 1
+    return self._compiled[key]
+
+
+class Programs(NamedTuple):
+  """The compiled functions of one static configuration."""
+
+  empty: Callable
+  refill: Program
+  resume: Program
+  decode: Program
+  trace: Program | None
+  num_nodes: int
+  depth: int
+
+  def compiled(self) -> tuple[float, int]:
+    """Returns (seconds, number) of compiles so far."""
+    all_ = [p for p in self[1:5] if p is not None]
+    return sum(p.compile_s for p in all_), sum(p.num_compiles for p in all_)
+
+
+@functools.lru_cache(maxsize=16)
+def build_programs(
+  model: Model,
+  draft: Model | None,
+  config: EngineConfig,
+  mesh,
+  replicate_draft: bool,
+) -> Programs:
+  drafter = drafters.build(
+    config.drafter, model, draft, slots=config.slots, **dict(config.options)
+  )
+  policy = length.fixed(drafter.depth)
+  B, S = config.batch_size, config.slots
+  init, resume = steps.make_init(
+    model,
+    drafter,
+    policy,
+    slots=S,
+    chunk=config.chunk,
+    logprobs=config.logprobs is not None,
+  )
+  pins = sharding.pins(mesh, B)
+  spec_step = steps.make_step(
+    model, drafter, policy, logprobs=config.logprobs, **pins
+  )
+
+  def decode(params, state, max_steps, until_done):
+    return steps.decode(spec_step, params, state, max_steps, until_done)
+
+  def resume_rows(params, state, prefix, request, rows):
+    R = rows.shape[0]
+    start = steps.take_rows(prefix, jnp.zeros((R,), jnp.int32))
+    return steps.put_rows(state, resume(params, start, request), rows)
+
+  request = jax.eval_shape(lambda: make_request([], config, model, B))
+  shape = jax.eval_shape(init, _abstract_params(model, draft, config), request)
+
+  def empty():
+    def zeros(x):
+      if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+      return jnp.zeros(x.shape, x.dtype)
+
+    state = jax.tree.map(zeros, shape)
+    ones = jnp.ones((B,), jnp.int32)
+    return state.replace(
+      length=ones, prompt_length=ones, done=jnp.ones((B,), bool)
+    )
+
+  placed = None
+  if mesh is not None:
+    rows = sharding.state_shardings(
+      shape, model, mesh, draft=draft, replicate_draft=replicate_draft
+    )
+    placed = {
+      "params": params_shardings(model, draft, config, mesh, replicate_draft),
+      "state": rows,
+    }
+    empty_jit = jax.jit(empty, out_shardings=rows)
+  else:
+    empty_jit = jax.jit(empty)
+
+  def program(function, num_extra, has_extra_output):
+    return Program(
+      sharding.jit_step(
+        function,
+        shardings=placed,
+        num_extra=num_extra,
+        has_extra_output=has_extra_output,
+      )
+    )
+
+  traced = None
+  if config.trace:
+    traced = program(
+      steps.make_step(
+        model,
+        drafter,
+        policy,
+        logprobs=config.logprobs,
+        trace=True,
+        **pins,
+      ),
+      0,
+      True,
+    )
+  return Programs(
+    empty=empty_jit,
+    refill=program(steps.make_refill(init), 2, False),
+    resume=program(resume_rows, 3, False),
+    decode=program(decode, 2, True),
+    trace=traced,
+    num_nodes=drafter.num_nodes,
+    depth=drafter.depth,
+  )
+
+
+def _abstract_params(model, draft, config) -> dict[str, PyTree]:
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  params = {"target": jax.eval_shape(model.init, key)}
+  if draft is not None:
+    params["draft"] = jax.eval_shape(draft.init, key)
+  return params
+
+
+def params_shardings(model, draft, config, mesh, replicate_draft):
+  out = {"target": sharding.params_shardings(model, mesh)}
+  if draft is not None:
+    out["draft"] = sharding.params_shardings(
+      draft, mesh, replicate=replicate_draft
+    )
+  if config.stop_strings:
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    out["stops"] = whole
+  return out

@@ -1,0 +1,243 @@
+"""From logits to a law, and from a law and a uniform to a token.
+
+Plain decoding, drafting and verification all call these functions; nobody
+re-implements a piece, so a draft's law and the target's are warped alike.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from spec_jax.base import Array, Counts, Noise, Sampling
+
+# Purposes of random numbers, folded into a row's key.
+_DRAFT, _ACCEPT, _RESIDUAL, _PLAIN = range(4)
+
+# Block of the two-level inverse CDF: a vocabulary of 49,152 is 384 blocks.
+_CDF_BLOCK = 128
+
+
+def scores(
+  logits_BV: Array, sampling: Sampling, counts: Counts | None = None
+) -> Array:
+  """Applies penalties, bias, bans and the ban on early stops.
+
+  Repetition (Keskar et al. 2019): a positive logit of a token that occurs in
+  prompt or output is divided by the penalty, a negative one multiplied.
+  Frequency: minus penalty times occurrences in the output. Presence: minus
+  penalty if it occurs in the output.
+
+  Args:
+    logits_BV: `[B, V]`.
+    sampling: settings per row.
+    counts: what came before; needed where a setting in use looks at it.
+
+  Returns:
+    `[B, V]` float32 logits.
+  """
+  z = logits_BV.astype(jnp.float32)
+  V = z.shape[-1]
+  if sampling.repetition_penalty is not None:
+    assert counts is not None and counts.output is not None
+    penalty = sampling.repetition_penalty[:, None]
+    seen = counts.prompt | (counts.output > 0)
+    z = jnp.where(seen, jnp.where(z > 0, z / penalty, z * penalty), z)
+  if sampling.frequency_penalty is not None:
+    assert counts is not None and counts.output is not None
+    z = z - sampling.frequency_penalty[:, None] * counts.output
+  if sampling.presence_penalty is not None:
+    assert counts is not None and counts.output is not None
+    z = z - sampling.presence_penalty[:, None] * (counts.output > 0)
+  if sampling.bias is not None:
+    z = z + sampling.bias
+  if sampling.min_new_tokens is not None:
+    assert counts is not None and counts.stop_ids is not None
+    early = counts.num_output < sampling.min_new_tokens
+    ids = jnp.where(early[:, None] & (counts.stop_ids >= 0), counts.stop_ids, V)
+    z = jax.vmap(lambda z, i: z.at[i].set(-jnp.inf, mode="drop"))(z, ids)
+  return z
+
+
+def _threshold(enough, rows: int) -> Array:
+  """Returns the largest float t >= 0 for which `enough(t_B1)` holds, `[B, 1]`.
+
+  Bisects the bit pattern: non-negative floats are ordered like their bits, so
+  30 rounds are exact for t < 2, where every probability lies. `enough` must
+  hold at 0 and be monotone.
+  """
+
+  def body(i, low):
+    middle = low | lax.shift_left(jnp.int32(1), jnp.int32(29) - i)
+    t = lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+    return jnp.where(enough(t), middle, low)
+
+  low = lax.fori_loop(0, 30, body, jnp.zeros((rows,), jnp.int32))
+  return lax.bitcast_convert_type(low, jnp.float32)[:, None]
+
+
+def _keep(probs: Array, kept: Array) -> Array:
+  probs = jnp.where(kept, probs, 0.0)
+  return probs / probs.sum(-1, keepdims=True)
+
+
+def law(scores_BV: Array, sampling: Sampling) -> Array:
+  """Turns processed logits into the law tokens are drawn from.
+
+  Temperature, top-k, top-p, min-p, each on the renormalised rest. A greedy
+  row is the point mass at the first largest logit.
+
+  Args:
+    scores_BV: `[B, V]` float32 from `scores`.
+    sampling: settings per row.
+
+  Returns:
+    `[B, V]` float32, rows sum to 1.
+  """
+  B, V = scores_BV.shape
+  first = jnp.argmax(scores_BV, -1)
+  point = one_hot(first, V)
+  if sampling.temperature is None:
+    return point
+  greedy = sampling.temperature <= 0
+  temperature = jnp.where(greedy, 1.0, sampling.temperature)
+  # The largest score is subtracted before the division: a tiny temperature
+  # would overflow to inf and inf - inf is NaN.
+  top = jnp.max(scores_BV, -1, keepdims=True)
+  probs = jax.nn.softmax((scores_BV - top) / temperature[:, None], -1)
+  if sampling.top_k is not None:
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, V)
+
+    def enough(t):
+      return (probs >= t).sum(-1) >= jnp.minimum(k, V)
+
+    probs = _keep(probs, probs >= _threshold(enough, B))
+  if sampling.top_p is not None:
+    before_top_p = probs
+    mass = sampling.top_p * before_top_p.sum(-1)
+
+    def enough(t):
+      return jnp.where(before_top_p >= t, before_top_p, 0).sum(-1) >= mass
+
+    # top_p = 1 keeps all, even what rounding would leave out of the sum.
+    # top_p = 0 is met by nothing: keep the largest.
+    t = jnp.minimum(_threshold(enough, B), before_top_p.max(-1, keepdims=True))
+    t = jnp.where(sampling.top_p[:, None] >= 1, 0.0, t)
+    probs = _keep(probs, probs >= t)
+  if sampling.min_p is not None:
+    floor = sampling.min_p[:, None] * probs.max(-1, keepdims=True)
+    probs = _keep(probs, probs >= floor)
+  return jnp.where(greedy[:, None], point, probs)
+
+
+def warp(
+  logits_BV: Array, sampling: Sampling, counts: Counts | None = None
+) -> Array:
+  """Turns raw logits into the law tokens are drawn from: `law(scores(...))`."""
+  return law(scores(logits_BV, sampling, counts), sampling)
+
+
+def draw(probs_BV: Array, uniform_B: Array) -> Array:
+  """Draws a token by the inverse CDF; never one of probability zero.
+
+  The first index whose CDF exceeds `uniform * total` and whose probability is
+  above 0, else the last whose probability is. In two levels, blocks of 128
+  and inside one: a running sum over the vocabulary costs 8 times as much.
+
+  Args:
+    probs_BV: `[B, V]` float32 >= 0, not necessarily normalised, not all 0.
+    uniform_B: `[B]` float32 in [0, 1).
+
+  Returns:
+    `[B]` int32.
+  """
+  B, V = probs_BV.shape
+  size = min(_CDF_BLOCK, V)
+  num = -(-V // size)
+  blocks = jnp.pad(probs_BV, ((0, 0), (0, num * size - V)))
+  blocks = blocks.reshape(B, num, size)
+  sums = blocks.sum(-1)
+  cdf = jnp.cumsum(sums, -1)
+  target = uniform_B[:, None] * cdf[:, -1:]
+
+  def first(good):  # first true of each row, else -1
+    return jnp.where(good.any(-1), jnp.argmax(good, -1), -1)
+
+  def last(good):
+    return good.shape[-1] - 1 - jnp.argmax(good[:, ::-1], -1)
+
+  block = first((cdf > target) & (sums > 0))
+  block = jnp.where(block < 0, last(sums > 0), block)
+  inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+  before = jnp.take_along_axis(cdf - sums, block[:, None], 1)
+  good = inside > 0
+  index = first((jnp.cumsum(inside, -1) > target - before) & good)
+  index = jnp.where(index < 0, last(good), index)
+  return (block * size + index).astype(jnp.int32)
+
+
+def add_counts(counts: Counts, tokens_BJ: Array, live_BJ: Array) -> Counts:
+  """Counts more output tokens; entries that are not live are left out."""
+  changes: dict[str, Array] = {}
+  if counts.output is not None:
+    V = counts.output.shape[-1]
+    where = jnp.where(live_BJ, tokens_BJ, V)
+    changes["output"] = jax.vmap(lambda c, t: c.at[t].add(1, mode="drop"))(
+      counts.output, where
+    )
+  if counts.num_output is not None:
+    changes["num_output"] = counts.num_output + live_BJ.sum(1)
+  return counts.replace(**changes)
+
+
+def path_counts(counts: Counts, tokens_BN: Array, visible_BN: Array) -> Counts:
+  """Returns the counts after the path to a node (the root is counted)."""
+  below_root = jnp.arange(tokens_BN.shape[1])[None] > 0
+  return add_counts(counts, tokens_BN, visible_BN & below_root)
+
+
+def prob_of(probs_BV: Array, token_B: Array) -> Array:
+  """Returns `[B]`, each row's probability of its token."""
+  return jnp.take_along_axis(probs_BV, token_B[:, None], -1)[:, 0]
+
+
+def one_hot(token_B: Array, vocab_size: int) -> Array:
+  """Returns `[B, V]` float32 point masses."""
+  ids = jnp.arange(vocab_size)[None]
+  return (ids == token_B[:, None]).astype(jnp.float32)
+
+
+def draw_noise(keys_B: Array, length_B: Array, nodes: int, depth: int) -> Noise:
+  """Draws the uniforms of one step.
+
+  Keyed by the row's key, a purpose, and the length at the start of the step,
+  which rises strictly: nothing is drawn twice, a row's text depends neither on
+  its batch nor on when it was refilled, and a continued row equals a fresh
+  one. Plain draws are keyed by the position of their token and used only when
+  that token is emitted, so text drawn plainly is the same at any draft length.
+  Keying every draw by position is wrong: after a refusal the next step would
+  reuse noise that the refusal depended on.
+
+  Args:
+    keys_B: `[B]` typed random keys; folded, not consumed.
+    length_B: `[B]` int32 committed tokens.
+    nodes: `N`.
+    depth: `K`.
+
+  Returns:
+    Noise.
+  """
+
+  def row(key, length):
+    def stream(purpose, count, shape):
+      folded = jax.random.fold_in(jax.random.fold_in(key, purpose), count)
+      return jax.random.uniform(folded, shape)
+
+    plain = jax.vmap(lambda i: stream(_PLAIN, i, ()))
+    return Noise(
+      draft=stream(_DRAFT, length, (nodes,)),
+      accept=stream(_ACCEPT, length, (nodes,)),
+      residual=stream(_RESIDUAL, length, ()),
+      plain=plain(length + jnp.arange(depth + 1)),
+    )
+
+  return jax.vmap(row)(keys_B, length_B)

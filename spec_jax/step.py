@@ -1,0 +1,482 @@
+"""One step for everything: draft, score, accept, cut, commit; and its loop.
+
+Plain decoding is the drafter `none` (a tree of the root alone), a chain is a
+tree of width one, and greedy decoding is a point-mass law.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from spec_jax import stops as stop_strings
+from spec_jax.base import (
+  LENGTH,
+  RUNNING,
+  STOP_ID,
+  STOP_STRING,
+  Array,
+  Chunk,
+  Context,
+  Counts,
+  Draft,
+  Drafter,
+  LengthPolicy,
+  Model,
+  Sampling,
+  SpecInfo,
+  SpecState,
+  Stops,
+  Tally,
+  Verdict,
+)
+from spec_jax.cache import commit, empty_block
+from spec_jax.sampling import add_counts, draw_noise, path_counts, warp
+from spec_jax.verify import verify
+
+
+@flax.struct.dataclass
+class Request:
+  """What a row is asked to do.
+
+  Attributes:
+    tokens: `[B, W]` int32, the prompt; later entries are ignored.
+    length: `[B]` int32 prompt tokens, at least 1.
+    limit: `[B]` int32, prompt and output tokens at most; `limit <= S`.
+    sampling: settings per row.
+    stops: stop ids, and active stop strings.
+    keys: `[B]` random keys.
+  """
+
+  tokens: Array
+  length: Array
+  limit: Array
+  sampling: Sampling
+  stops: Stops
+  keys: Array
+
+
+def uses_counts(sampling: Sampling) -> bool:
+  """Tells whether a setting in use looks at how often tokens occurred."""
+  return any(
+    x is not None
+    for x in (
+      sampling.repetition_penalty,
+      sampling.presence_penalty,
+      sampling.frequency_penalty,
+    )
+  )
+
+
+def _context_counts(state: SpecState) -> Counts:
+  """Returns the stored counts with those that follow from the lengths."""
+  counts = state.counts or Counts()
+  return counts.replace(
+    num_output=state.length - state.prompt_length, stop_ids=state.stops.ids
+  )
+
+
+def make_init(
+  model: Model,
+  drafter: Drafter,
+  policy: LengthPolicy,
+  *,
+  slots: int,
+  chunk: int,
+  logprobs: bool = False,
+) -> tuple[Callable, Callable]:
+  """Makes the functions that read prompts.
+
+  Args:
+    model: the target.
+    drafter: see `base.Drafter`.
+    policy: draft-length policy.
+    slots: `S`, tokens a row may hold; also the width of the token buffer.
+    chunk: prompt tokens read in one pass.
+    logprobs: whether the state records log-probabilities.
+
+  Returns:
+    `init(params, request) -> SpecState`: fresh rows, and
+    `resume(params, state, request) -> SpecState`: rows whose cached tokens
+    (`state.target.length` of them) begin the request's tokens, so that only
+    the rest is read. Continuing equals running afresh.
+  """
+
+  def prefill(params, state: SpecState) -> SpecState:
+    upto = state.length - 1  # the last token is the root of the first tree
+
+    def body(carry):
+      cache, draft = carry
+      offsets = jnp.arange(chunk)[None]
+      positions = cache.length[:, None] + offsets
+      num = jnp.clip(upto - cache.length, 0, chunk)
+      index = jnp.minimum(positions, state.tokens.shape[1] - 1)
+      tokens = jnp.take_along_axis(state.tokens, index, 1)
+      B = num.shape[0]
+      visible = jnp.tril(jnp.ones((chunk, chunk), bool))[None]
+      output = model.apply(
+        params["target"],
+        tokens,
+        positions,
+        cache,
+        empty_block(cache, chunk),
+        jnp.broadcast_to(visible, (B, chunk, chunk)),
+        logits_at=jnp.zeros((B, 0), jnp.int32),
+      )
+      piece = Chunk(tokens, positions, num, upto, state.tokens)
+      draft = drafter.prefill(params, draft, piece, output)
+      # The path must depend on what the pass computed, else XLA on CPU copies
+      # the cache instead of writing in place.
+      path, _ = lax.optimization_barrier(
+        (jnp.broadcast_to(offsets, (B, chunk)), output.hidden)
+      )
+      return commit(cache, output.block, path, num), draft
+
+    cache, draft = lax.while_loop(
+      lambda carry: (carry[0].length < upto).any(),
+      body,
+      (state.target, state.draft),
+    )
+    return state.replace(target=cache, draft=draft)
+
+  def start(params, request: Request, target, draft, policy_state):
+    B, W = request.tokens.shape
+    if slots != W:
+      raise ValueError(f"token buffer of {W} for {slots} slots")
+    zeros = jnp.zeros((B,), jnp.int32)
+    in_prompt = jnp.arange(W)[None] < request.length[:, None]
+    tokens = jnp.where(in_prompt, request.tokens, 0)
+    counts = None
+    if uses_counts(request.sampling):
+      V = model.config.vocab_size
+      seen = jax.vmap(
+        lambda t: jnp.zeros((V,), bool).at[t].set(True, mode="drop")
+      )
+      counts = Counts(
+        prompt=seen(jnp.where(in_prompt, tokens, V)),
+        output=jnp.zeros((B, V), jnp.int32),
+      )
+    stops = request.stops
+    if stops.state is not None:
+      stops = stops.replace(state=zeros)
+    per_depth = jnp.zeros((B, drafter.depth), jnp.int32)
+    done = request.length >= request.limit
+    state = SpecState(
+      tokens=tokens,
+      prompt_length=request.length,
+      length=request.length,
+      limit=request.limit,
+      done=done,
+      finish_reason=jnp.where(done, LENGTH, RUNNING).astype(jnp.int32),
+      sampling=request.sampling,
+      stops=stops,
+      counts=counts,
+      logprobs=jnp.zeros((B, W), jnp.float32) if logprobs else None,
+      tally=Tally(zeros, zeros, zeros, per_depth, per_depth),
+      target=target,
+      draft=draft,
+      policy=policy_state,
+      keys=request.keys,
+    )
+    return prefill(params, state)
+
+  def init(params, request: Request) -> SpecState:
+    B = request.length.shape[0]
+    return start(
+      params,
+      request,
+      model.init_cache(B, slots),
+      drafter.init(B),
+      policy.init(B),
+    )
+
+  def resume(params, state: SpecState, request: Request) -> SpecState:
+    return start(params, request, state.target, state.draft, state.policy)
+
+  return init, resume
+
+
+def _row_axis(leaf: Array) -> int:
+  """Returns the axis of the rows: 1 in a stacked cache `[L, B, ...]`."""
+  return 1 if leaf.ndim == 5 else 0
+
+
+def take_rows(state: SpecState, rows: Array) -> SpecState:
+  """Returns the state of the given rows, `[R]`; rows may repeat."""
+  return jax.tree.map(
+    lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), state
+  )
+
+
+def put_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
+  """Overwrites rows `[R]` of a state with `new`'s; rows `>= B` are dropped."""
+
+  def put(old, value):
+    if _row_axis(old) == 1:
+      return old.at[:, rows].set(value, mode="drop")
+    return old.at[rows].set(value, mode="drop")
+
+  return jax.tree.map(put, state, new)
+
+
+def make_refill(init: Callable) -> Callable:
+  """Makes `refill(params, state, request, rows_R) -> SpecState`.
+
+  Reads `R` new prompts and puts them into the given rows of a running state;
+  an entry `>= B` of `rows` is a row to leave out.
+  """
+
+  def refill(params, state, request, rows):
+    return put_rows(state, init(params, request), rows)
+
+  return refill
+
+
+def make_step(
+  model: Model,
+  drafter: Drafter,
+  policy: LengthPolicy,
+  *,
+  verifier: Callable = verify,
+  logprobs: str | None = None,
+  trace: bool = False,
+  pin_rows: Callable = lambda x: x,
+  pin_law: Callable = lambda x: x,
+) -> Callable:
+  """Makes `spec_step(params, state, noise=None) -> (SpecState, SpecInfo)`.
+
+  Args:
+    model: the target.
+    drafter: proposes.
+    policy: bounds the depth per row.
+    verifier: `verify`, or another function of its signature.
+    logprobs: None, "raw" (of the model's own logits) or "warped" (of the law
+      the token was drawn from).
+    trace: whether `SpecInfo` holds the draft, the verdict and the laws.
+    pin_rows: pins a pytree of arrays that lead with rows to the mesh.
+    pin_law: pins a law `[B, V]` to the mesh.
+
+  Raises:
+    ValueError: if `logprobs` is none of the three.
+  """
+  if logprobs not in (None, "raw", "warped"):
+    raise ValueError(f"logprobs must be None, raw or warped, got {logprobs!r}")
+  N, K = drafter.num_nodes, drafter.depth
+
+  def spec_step(params, state: SpecState, noise=None):
+    if noise is None:
+      noise = draw_noise(state.keys, state.length, N, K)
+    counts = _context_counts(state)
+
+    # Draft.
+    room = state.limit - state.length - 1  # the last token needs no draft
+    max_depth = jnp.minimum(policy.max_depth(state.policy), room)
+    max_depth = jnp.where(state.done, 0, jnp.maximum(max_depth, 0))
+    context = Context(
+      tokens=state.tokens,
+      length=state.length,
+      done=state.done,
+      max_depth=max_depth,
+      sampling=state.sampling,
+      counts=counts,
+    )
+    draft, carry = drafter.propose(params, noise, state.draft, context)
+    within = (draft.depths > 0) & (draft.depths <= max_depth[:, None])
+    draft = draft.replace(acceptable=draft.acceptable & within)
+    draft = pin_rows(draft)
+
+    # Score.
+    positions = (state.length - 1)[:, None] + draft.depths
+    output = model.apply(
+      params["target"],
+      draft.tokens,
+      positions,
+      state.target,
+      empty_block(state.target, N),
+      draft.visible,
+    )
+
+    # Accept, and resample.
+    def logits_at(nodes):
+      index = nodes[:, None, None]
+      return pin_law(jnp.take_along_axis(output.logits, index, 1)[:, 0])
+
+    def law_at(nodes):
+      seen = jnp.take_along_axis(draft.visible, nodes[:, None, None], 1)[:, 0]
+      after = path_counts(counts, draft.tokens, seen)
+      return warp(logits_at(nodes), state.sampling, after)
+
+    verdict = pin_rows(verifier(noise, law_at, draft, K))
+
+    # Cut by stops and limits.
+    kept, stops, reason = _cut(params, state, verdict)
+    num = kept.num_tokens
+    live = jnp.arange(K + 1)[None] < num[:, None]
+
+    # Commit.
+    W = state.tokens.shape[1]
+    where = jnp.where(live, state.length[:, None] + jnp.arange(K + 1)[None], W)
+    put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop"))
+    new_logprobs = state.logprobs
+    if logprobs is not None:
+      nodes = jnp.maximum(kept.path, 0)
+      values = _logprobs(logits_at, law_at, nodes, kept.tokens, logprobs)
+      new_logprobs = put(state.logprobs, where, values)
+    new = SpecState(
+      tokens=put(state.tokens, where, kept.tokens),
+      prompt_length=state.prompt_length,
+      length=state.length + num,
+      limit=state.limit,
+      done=state.done | (reason != RUNNING),
+      finish_reason=jnp.where(state.done, state.finish_reason, reason),
+      sampling=state.sampling,
+      stops=stops,
+      counts=None
+      if state.counts is None
+      else add_counts(state.counts, kept.tokens, live),
+      logprobs=new_logprobs,
+      tally=_count(state, draft, verdict, kept),
+      target=commit(state.target, output.block, kept.path, num),
+      draft=drafter.update(params, carry, draft, kept, output),
+      policy=policy.update(state.policy, draft, kept),
+      keys=state.keys,
+    )
+    info = SpecInfo(
+      num_drafted=draft.acceptable.sum(1),
+      num_accepted=kept.num_accepted,
+      num_tokens=num,
+    )
+    if trace:
+      laws = lax.map(law_at, jnp.maximum(verdict.path, 0).T)
+      info = info.replace(
+        draft=draft, verdict=verdict, laws=jnp.swapaxes(laws, 0, 1)
+      )
+    return new, info
+
+  return spec_step
+
+
+def _cut(
+  params: Any, state: SpecState, verdict: Verdict
+) -> tuple[Verdict, Stops, Array]:
+  """Cuts a verdict at the first stop and at the limit.
+
+  Block [3, STOP, 8, 9] with 3 tokens left gives [3, STOP] and STOP_ID; with 1
+  left [3] and LENGTH; with 2 left [3, STOP] and STOP_ID.
+
+  Returns:
+    (verdict that is cut, stops after the kept tokens, finish reason `[B]`).
+  """
+  J = verdict.tokens.shape[1]
+  columns = jnp.arange(J)[None]
+  proposed = columns < verdict.num_tokens[:, None]
+  ids = state.stops.ids
+  hit_id = (verdict.tokens[:, :, None] == ids[:, None, :]).any(-1) & proposed
+  hit = hit_id
+  states = None
+  if state.stops.state is not None:
+    assert state.stops.patterns is not None and state.stops.first is not None
+    states, hit_string = stop_strings.advance(
+      params["stops"],
+      state.stops.state,
+      jnp.where(proposed, verdict.tokens, -1),
+      state.stops.patterns,
+      state.stops.first,
+      state.length - state.prompt_length,
+    )
+    hit = hit | (hit_string & proposed)
+  first = jnp.where(hit.any(1), jnp.argmax(hit, 1), J)
+  budget = state.limit - state.length
+  num = jnp.minimum(jnp.minimum(verdict.num_tokens, budget), first + 1)
+  num = jnp.where(state.done, 0, num)
+  stopped = (first < J) & (first + 1 <= budget)
+  by_id = jnp.take_along_axis(hit_id, jnp.minimum(first, J - 1)[:, None], 1)
+  reason = jnp.where(
+    stopped,
+    jnp.where(by_id[:, 0], STOP_ID, STOP_STRING),
+    jnp.where(num >= budget, LENGTH, RUNNING),
+  ).astype(jnp.int32)
+  live = columns < num[:, None]
+  stops = state.stops
+  if states is not None:
+    last = jnp.maximum(num - 1, 0)[:, None]
+    after = jnp.take_along_axis(states, last, 1)[:, 0]
+    stops = stops.replace(state=jnp.where(num > 0, after, stops.state))
+  kept = verdict.replace(
+    path=jnp.where(live, verdict.path, -1),
+    tokens=jnp.where(live, verdict.tokens, -1),
+    num_tokens=num,
+    num_accepted=jnp.minimum(verdict.num_accepted, num),
+  )
+  return kept, stops, reason
+
+
+def _logprobs(logits_at, law_at, path, tokens, kind) -> Array:
+  """Returns `[B, K + 1]` log-probabilities of the tokens, given the path."""
+
+  def at(inputs):
+    node, token = inputs
+    if kind == "warped":
+      values = jnp.log(law_at(node))
+    else:
+      values = jax.nn.log_softmax(logits_at(node).astype(jnp.float32), -1)
+    index = jnp.maximum(token, 0)[:, None]
+    return jnp.take_along_axis(values, index, 1)[:, 0]
+
+  return lax.map(at, (path.T, tokens.T)).T
+
+
+def _count(
+  state: SpecState, draft: Draft, verdict: Verdict, kept: Verdict
+) -> Tally:
+  """Adds one step to the tally; what was cut off is not counted."""
+  tally = state.tally
+  K = verdict.path.shape[1] - 1
+  live = jnp.arange(K)[None] < kept.num_tokens[:, None]
+  parents = jnp.where(draft.acceptable, draft.parents, -1)
+  nodes = jnp.arange(parents.shape[1])[None, :, None]
+  has_child = (parents[:, None, :] == nodes).any(-1)
+  here, there = verdict.path[:, :-1], verdict.path[:, 1:]
+  chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1) & (here >= 0)
+  running = ~state.done
+  return Tally(
+    num_steps=tally.num_steps + running,
+    num_drafted=tally.num_drafted + draft.acceptable.sum(1),
+    num_accepted=tally.num_accepted + kept.num_accepted,
+    drafted_at=tally.drafted_at + (chance & live),
+    accepted_at=tally.accepted_at + ((there >= 0) & live),
+  )
+
+
+def decode(
+  step: Callable,
+  params: Any,
+  state: SpecState,
+  max_steps: Array,
+  until_done: Array,
+) -> tuple[SpecState, Array]:
+  """Steps until enough rows are done; everything stays on the device.
+
+  Args:
+    step: `spec_step`.
+    params: `{"target": ..., "draft": ...}`.
+    state: donate it.
+    max_steps: int32 scalar, steps at most.
+    until_done: int32 scalar; stops when so many rows are done.
+
+  Returns:
+    (state, int32 scalar steps taken).
+  """
+
+  def running(carry):
+    state, num = carry
+    return (num < max_steps) & (state.done.sum() < until_done)
+
+  def body(carry):
+    state, num = carry
+    return step(params, state)[0], num + 1
+
+  return lax.while_loop(running, body, (state, jnp.int32(0)))

@@ -1,0 +1,215 @@
+"""The lossless core: keep a prefix of the draft, then one token of our own."""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from spec_jax.base import (
+  DETERMINISTIC,
+  WITHOUT_REPLACEMENT,
+  Array,
+  Draft,
+  Noise,
+  Verdict,
+)
+from spec_jax.sampling import draw, one_hot, prob_of
+
+
+def residual_law(law_BV: Array, draft_law_BV: Array) -> Array:
+  """Returns what is left of a law after a refusal: `norm(max(p - q, 0))`.
+
+  If nothing is left (`p = q` up to rounding) the law stays as it was: finite,
+  never NaN.
+
+  Reference: Leviathan et al. 2023, section 2.3.
+  """
+  left = jnp.maximum(law_BV - draft_law_BV, 0.0)
+  total = left.sum(-1, keepdims=True)
+  return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), law_BV)
+
+
+def _without(law_BV: Array, token_B: Array) -> Array:
+  """Returns the law less one token, renormalised; zeros if nothing is left."""
+  left = law_BV * (1 - one_hot(token_B, law_BV.shape[-1]))
+  total = left.sum(-1, keepdims=True)
+  return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def _at(x_BN: Array, node_B: Array) -> Array:
+  return jnp.take_along_axis(x_BN, node_B[:, None], 1)[:, 0]
+
+
+def _try_children(noise, law, draft, node, children, acceptable, active):
+  """Offers the children of one node to the target's law, in index order.
+
+  Child x is accepted with probability min(1, residual(x) / q(x)): if q(x) > 0
+  and u q(x) < residual(x), strictly, so that neither a token of target
+  probability zero nor a sibling drawn past q's support is ever accepted.
+
+  Args:
+    noise: `[B, N]` uniforms.
+    law: `[B, V]` the target's law at the node.
+    draft: the draft.
+    node: `[B]` the node.
+    children: `[B, N]` bool.
+    acceptable: `[B, N]` bool.
+    active: `[B]` bool, rows that take part.
+
+  Returns:
+    (accepted `[B]` bool, child `[B]`, residual `[B, V]`, accept probability
+    `[B, N]`).
+  """
+  B, N = children.shape
+  V = law.shape[-1]
+  if draft.probs is None:
+    q_row = jnp.zeros_like(law)
+  else:
+    q_row = jnp.take_along_axis(draft.probs, node[:, None, None], 1)[:, 0]
+
+  def body(carry):
+    todo, residual, q_left, won, winner, accept_prob = carry
+    has = todo.any(1)
+    child = jnp.argmax(todo, 1).astype(jnp.int32)
+    token = _at(draft.tokens, child)
+    how = _at(draft.law, child)
+    offered = has & _at(acceptable, child)
+    q = jnp.where((how == WITHOUT_REPLACEMENT)[:, None], q_left, q_row)
+    q = jnp.where((how == DETERMINISTIC)[:, None], one_hot(token, V), q)
+    q_x, p_x = prob_of(q, token), prob_of(residual, token)
+    takes = offered & (q_x > 0) & (_at(noise, child) * q_x < p_x)
+    chance = jnp.where(
+      q_x > 0, jnp.minimum(1.0, p_x / jnp.where(q_x > 0, q_x, 1.0)), 0.0
+    )
+    this = jnp.arange(N)[None] == child[:, None]
+    accept_prob = jnp.where(
+      this & offered[:, None], chance[:, None], accept_prob
+    )
+    refused = offered & ~takes
+    residual = jnp.where(refused[:, None], residual_law(residual, q), residual)
+    # A sibling drawn without replacement leaves q whether it is offered or not.
+    leaves = has & (how == WITHOUT_REPLACEMENT)
+    q_left = jnp.where(leaves[:, None], _without(q_left, token), q_left)
+    todo = todo & ~this & ~takes[:, None]
+    won, winner = won | takes, jnp.where(takes, child, winner)
+    return todo, residual, q_left, won, winner, accept_prob
+
+  init = (
+    children & active[:, None],
+    law,
+    q_row,
+    jnp.zeros((B,), bool),
+    jnp.zeros((B,), jnp.int32),
+    jnp.zeros((B, N), jnp.float32),
+  )
+  _, residual, _, won, winner, accept_prob = lax.while_loop(
+    lambda carry: carry[0].any(), body, init
+  )
+  return won, winner, residual, accept_prob
+
+
+def verify(
+  noise: Noise, law_at: Callable[[Array], Array], draft: Draft, depth: int
+) -> Verdict:
+  """Walks the tree from the root and keeps what the target's law allows.
+
+  At the node arrived at, if an acceptable child was drawn with a real law, the
+  children are offered in order (`_try_children`), and after the last refusal
+  one token is drawn from the residual. If every acceptable child is
+  deterministic, in particular if there is none, one token is drawn from the
+  target's law with the plain noise and the walk moves to the child that equals
+  it, else emits it and stops: the same law, no residual, and the text then
+  equals plain decoding's with the same seed at every temperature.
+
+  Chain `[root, 7, 8]` of tokens drawn from q, target laws p0, p1, p2: 7 kept,
+  8 refused gives path `[0, 1, -1]`, tokens `[7, x, -1]` with x drawn from
+  `norm(max(p1 - q1, 0))`, `num_accepted` 1, `num_tokens` 2.
+
+  Args:
+    noise: uniforms, see `Noise`.
+    law_at: `law_at(nodes_B) -> [B, V]`, the target's warped law after the path
+      to that node; called once a level, on the node arrived at.
+    draft: what was proposed.
+    depth: `K`.
+
+  Returns:
+    Verdict, not yet cut by stops and limits.
+
+  Reference: Leviathan et al. 2023 (chains); Miao et al. 2024 (SpecInfer,
+    siblings); Chen et al. 2024 (Sequoia, without replacement).
+  """
+  B, N = draft.tokens.shape
+  K = depth
+  is_node = (jnp.arange(N) > 0)[None]
+  columns = jnp.arange(K + 1)[None]
+
+  def level(carry):
+    d, node, going, final, last, path, tokens, num, accept_prob, drawn = carry
+    law = law_at(node)
+    children = (draft.parents == node[:, None]) & is_node & going[:, None]
+    acceptable = children & draft.acceptable
+    plain = going & ~(acceptable & (draft.law != DETERMINISTIC)).any(1)
+    token = draw(law, lax.dynamic_index_in_dim(noise.plain, d, 1, False))
+    hit = acceptable & (draft.tokens == token[:, None])
+    plain_child = jnp.argmax(hit, 1).astype(jnp.int32)
+    tried = going & ~plain
+    won, winner, residual, chance = _try_children(
+      noise.accept, law, draft, node, children, acceptable, tried
+    )
+    accept_prob = jnp.where(tried[:, None], chance + accept_prob, accept_prob)
+    stops = going & ~jnp.where(plain, hit.any(1), won)
+    final = jnp.where(
+      stops[:, None], jnp.where(plain[:, None], law, residual), final
+    )
+    last = jnp.where(stops, jnp.where(plain, token, -1), last)
+    moves = going & ~stops
+    node = jnp.where(moves, jnp.where(plain, plain_child, winner), node)
+    num = num + moves
+    path = jnp.where((columns == d + 1) & moves[:, None], node[:, None], path)
+    kept = _at(draft.tokens, node)
+    tokens = jnp.where((columns == d) & moves[:, None], kept[:, None], tokens)
+    drawn = jnp.where((columns == d) & going[:, None], plain[:, None], drawn)
+    return (
+      d + 1,
+      node,
+      moves,
+      final,
+      last,
+      path,
+      tokens,
+      num,
+      accept_prob,
+      drawn,
+    )
+
+  V = jax.eval_shape(law_at, jax.ShapeDtypeStruct((B,), jnp.int32)).shape[-1]
+  none = jnp.full((B, K + 1), -1, jnp.int32)
+  zero = jnp.zeros((B,), jnp.int32)
+  init = (
+    jnp.int32(0),
+    zero,
+    jnp.ones((B,), bool),
+    jnp.zeros((B, V), jnp.float32),
+    zero - 1,
+    none.at[:, 0].set(0),
+    none,
+    zero,
+    jnp.zeros((B, N), jnp.float32),
+    jnp.zeros((B, K + 1), bool),
+  )
+  # A row leaves the loop at depth K at the latest: leaves have no children.
+  _, _, _, final, last, path, tokens, num, accept_prob, drawn = lax.while_loop(
+    lambda carry: carry[2].any() & (carry[0] <= K), level, init
+  )
+  last = jnp.where(last < 0, draw(final, noise.residual), last)
+  tokens = jnp.where(columns == num[:, None], last[:, None], tokens)
+  return Verdict(
+    path=path,
+    tokens=tokens,
+    num_accepted=num,
+    num_tokens=num + 1,
+    accept_prob=accept_prob,
+    residual=final,
+    plain=drawn,
+  )
