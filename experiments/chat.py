@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from spec_jax import generate as spec, metrics
+from spec_jax import metrics
+from spec_jax.generate import Work, make_engine, plan, run
 from spec_jax.hub import Loaded
 from spec_jax.settings import Settings
 
@@ -52,12 +53,12 @@ def converse(
     if not line:
       continue
     asked = [*history, {"role": "user", "content": line}]
-    work = spec.plan(target, [asked], settings, config.seed)
+    work = plan(target, [asked], settings, config.seed)
     if len(work.jobs[0].ids) >= slots:
       print(f"the conversation fills the {slots} tokens; /reset starts anew")
       continue
     if engine is None:
-      engine = spec.make_engine(
+      engine = make_engine(
         target,
         work,
         drafter=config.drafter.name,
@@ -72,7 +73,7 @@ def converse(
     engine.timing = metrics.Timing()
     print("bot> ", end="", flush=True)
     reply = next(
-      spec.run(
+      run(
         engine,
         work,
         start=_continued(state, work),
@@ -91,7 +92,7 @@ def converse(
     )
 
 
-def _continued(state, work: spec.Work):
+def _continued(state, work: Work):
   """Returns the state if its text begins the new prompt, else None.
 
   The template may spell an earlier turn in other tokens than were emitted;

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from experiments import launch, prompts as prompt_files, results, show
 from experiments.launch import UserError
-from spec_jax import generate as spec, hub, metrics
+from spec_jax import hub, metrics
+from spec_jax.generate import Work, make_engine, plan, run
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -80,17 +81,15 @@ class Runner:
     self.engines = {}
     name = config.drafter.name
     if _COMPARE.value and name != "none":
-      self.engines["plain"] = spec.make_engine(target, work, **common)
-    self.engines["speculative" if name != "none" else "plain"] = (
-      spec.make_engine(
-        target,
-        work,
-        drafter=name,
-        draft=draft,
-        options=options,
-        trace=_TRACE.value,
-        **common,
-      )
+      self.engines["plain"] = make_engine(target, work, **common)
+    self.engines["speculative" if name != "none" else "plain"] = make_engine(
+      target,
+      work,
+      drafter=name,
+      draft=draft,
+      options=options,
+      trace=_TRACE.value,
+      **common,
     )
     self.counts = {name: metrics.Counts() for name in self.engines}
 
@@ -110,7 +109,7 @@ class Runner:
       jobs=[self.work.jobs[n] for n in numbers],
       origin=[self.work.origin[n] for n in numbers],
     )
-    for done in spec.run(
+    for done in run(
       self.engines[name], work, on_text=on_text, on_trace=on_trace
     ):
       self.counts[name] = metrics.Counts.sum([self.counts[name], done.counts])
@@ -124,7 +123,7 @@ class Runner:
     }
 
 
-def _groups(work: spec.Work, skip: set[int], size: int) -> Iterator[list[int]]:
+def _groups(work: Work, skip: set[int], size: int) -> Iterator[list[int]]:
   """Yields job numbers, whole prompts together, `size` prompts at a time."""
   by_prompt: dict[int, list[int]] = {}
   for number, (prompt, _) in enumerate(work.origin):
@@ -273,7 +272,7 @@ def main() -> int | None:
     prompts = prompt_files.with_template(
       opened.loaded.tokenizer, texts, config.chat_template, config.system
     )
-    work = spec.plan(opened.loaded, prompts, settings, config.seed)
+    work = plan(opened.loaded, prompts, settings, config.seed)
     prompt_files.check_fits(opened.loaded, work, config.engine.slots)
   target = opened.read()
   with launch.user_errors():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import contextlib
-import os
+import importlib.util
 from pathlib import Path
 import sys
 from typing import Any, NoReturn
@@ -13,7 +13,13 @@ from ml_collections import ConfigDict
 from spec_jax import builtin, drafters, hub, sharding
 from spec_jax.settings import Settings
 
-_DEVICE_FILES = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd")
+_DEVICE_FILES = (
+  "/dev/accel0",
+  "/dev/vfio/0",
+  "/dev/nvidia0",
+  "/dev/kfd",
+  "/dev/dxg",
+)
 
 
 class UserError(Exception):
@@ -54,16 +60,19 @@ def run(main: Callable[[], int | None]) -> None:
 def prepare_jax() -> None:
   """Sets what must be set before JAX starts a back end.
 
-  Compiled programs are kept on disk, so a second start is fast. Without an
-  accelerator's device file JAX is told so: libtpu, which the tests install,
-  would look for a TPU for seconds.
+  Compiled programs are kept on disk, so a second start is fast. Where libtpu
+  is installed (the tests do) and no accelerator's device file is there, JAX
+  is told to use the CPU: it would look for a TPU for seconds, and complain.
   """
-  if not any(Path(f).exists() for f in _DEVICE_FILES):
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
   import jax
 
+  has_libtpu = importlib.util.find_spec("libtpu") is not None
+  no_device = not any(Path(f).exists() for f in _DEVICE_FILES)
+  if has_libtpu and no_device and not jax.config.jax_platforms:
+    jax.config.update("jax_platforms", "cpu")
   if not jax.config.jax_compilation_cache_dir:
-    jax.config.update("jax_compilation_cache_dir", str(builtin.cache_dir() / "xla"))
+    folder = builtin.cache_dir() / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.launch import UserError
-from spec_jax import generate as spec
+from spec_jax.generate import Work
 from spec_jax.hub import Loaded
 
 # An edit that copies most of its input, a chat question, and code.
@@ -129,7 +129,7 @@ def with_template(
   ]
 
 
-def check_fits(loaded: Loaded, work: spec.Work, slots: int) -> None:
+def check_fits(loaded: Loaded, work: Work, slots: int) -> None:
   """Checks prompt lengths against the context, before weights are read.
 
   Raises:
