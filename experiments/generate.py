@@ -26,8 +26,9 @@ from spec_jax.generate import Work, make_engine, plan, run
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
-  prompt_files.root("configs/generate.py"),
-  "Configuration file; override fields with --config.x.y=value.",
+  None,
+  "Configuration file, configs/generate.py if not given; override its fields "
+  "with --config.x.y=value.",
 )
 _PROMPT = flags.DEFINE_multi_string(
   "prompt", [], "A prompt; may be given several times."
@@ -321,4 +322,4 @@ def _expected(config, runner: Runner) -> bool:
 
 
 if __name__ == "__main__":
-  launch.run(main)
+  launch.run(main, prompt_files.root("configs/generate.py"))

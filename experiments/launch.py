@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 import contextlib
 import importlib.util
 from pathlib import Path
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -26,21 +27,41 @@ class UserError(Exception):
   """Something the user can mend; its text is one plain line."""
 
 
+def _inner(error: BaseException) -> str:
+  """Returns an error's text without the quotes that nested errors add."""
+  while error.args and isinstance(error.args[0], BaseException):
+    error = error.args[0]
+  return str(error.args[0] if error.args else error).strip("'\"")
+
+
 def fail(message: str) -> NoReturn:
   """Ends the command with one plain line and exit code 2."""
   print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
   sys.exit(2)
 
 
-def run(main: Callable[[], int | None]) -> None:
-  """Runs an absl command whose user errors are one line and exit code 2."""
+def run(main: Callable[[], int | None], config: str = "") -> None:
+  """Runs an absl command whose user errors are one line and exit code 2.
+
+  Args:
+    main: the command.
+    config: file that the flag --config means if it is not given. (A default
+      of the flag itself is read on import, and its errors are tracebacks.)
+  """
   prepare_jax()
 
   def parse(argv):
+    named = any(re.match(r"--?config(=|$)", word) for word in argv[1:])
+    if config and not named:
+      argv = [argv[0], f"--config={config}", *argv[1:]]
     try:
       rest = flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-      fail(str(e))
+    except (AttributeError, KeyError) as error:
+      fail(f"unknown field of the configuration: {_inner(error)}")
+    except (flags.Error, TypeError, ValueError) as error:
+      fail(str(error))
+    except (OSError, SyntaxError, ImportError) as error:
+      fail(f"cannot read the configuration: {error}")
     if len(rest) > 1:
       fail(f"unexpected argument {rest[1]!r}; prompts go after --prompt")
     return rest

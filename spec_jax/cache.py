@@ -140,21 +140,20 @@ def attend(
   score_cache = scores(cache_k, "bgse", mask_cache)
   score_block = scores(block_k, "bsge", mask_block)
   top = jnp.maximum(score_cache.max(-1), score_block.max(-1))[..., None]
-  # Masked again: in a row that sees nothing every score equals `top`.
   exp_cache = jnp.exp(score_cache - top)
   exp_block = jnp.exp(score_block - top)
   total = exp_cache.sum(-1) + exp_block.sum(-1)  # [B, G, H/G, T]
 
   def values(weights, layout, v):
     return jnp.einsum(
-      f"bghts,{layout}->btghe",
+      f"bghts,{layout}->bghte",
       weights.astype(v.dtype),
       v,
       preferred_element_type=f32,
     )
 
   out = values(exp_cache, "bgse", cache_v) + values(exp_block, "bsge", block_v)
-  out = out / jnp.moveaxis(total, -1, 1)[..., None]
+  out = jnp.moveaxis(out / total[..., None], 3, 1)
   return out.reshape(B, T, H * E).astype(query_BTHE.dtype)
 
 

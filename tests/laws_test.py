@@ -1,13 +1,17 @@
 """The output law is the target's: enumerated through `spec_step` itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import drafters, length
+from spec_jax import drafters, length, sampling, step as step_lib, verify
 from spec_jax.base import Sampling, Stops
-from spec_jax.models import table
+from spec_jax.drafters import vanilla
+from spec_jax.models import decoder, table
+from spec_jax.rope import Rope
 from spec_jax.step import Request, make_init, make_step
 from tests import reference
 from tests.enumeration import Enumerator
@@ -76,19 +80,20 @@ DRAFTERS = {
 }
 
 
-def measure(model, params, draft_model, name, prompts, settings, **twin):
+def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   """Returns (laws by enumeration `[R, V ** NEW]`, steps)."""
   kind, options = DRAFTERS[name]
   drafter = drafters.build(kind, model, draft_model, slots=SLOTS, **options)
   policy = length.fixed(drafter.depth)
   init, _ = make_init(model, drafter, policy, slots=SLOTS, chunk=4)
-  step = make_step(model, drafter, policy, trace=True, **twin)
+  step = make_step(model, drafter, policy, trace=True)
   state = jax.jit(init)(params, request_of(prompts, settings))
-  machine = Enumerator(step, params, drafter.num_nodes, drafter.depth)
+  machine = Enumerator(step, params, drafter.num_nodes, drafter.depth, chunk)
   return machine.joint_law(state)
 
 
 def table_pair():
+  """Two random tables; the target's logits in closed form."""
   model = table.build(table.TableConfig(V, period=2))
   params = {
     "target": model.init(jax.random.key(1)),
@@ -98,13 +103,155 @@ def table_pair():
   return model, params, lambda t: logits[(len(t) - 1) % 2, t[-1]]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_the_joint_law_of_three_tokens_is_the_targets(name):
-  model, params, next_logits = table_pair()
-  cases = [(p, s) for p in PROMPTS for s in SETTINGS.values()]
-  prompts, settings = zip(*cases, strict=True)
-  laws, steps = measure(model, params, model, name, prompts, settings)
-  for law, prompt, setting in zip(laws, prompts, settings, strict=True):
-    expected = reference.joint_law(next_logits, V, prompt, setting, NEW)
-    assert np.abs(law - expected).sum() / 2 < 1e-5, (prompt, setting)
+@functools.cache
+def transformer_pair():
+  """A tiny decoder with a ring of 2 slots, and a draft like it.
+
+  The reference reads each text from scratch, without a cache.
+  """
+  config = decoder.DecoderConfig(
+    vocab_size=V,
+    width=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_width=32,
+    max_length=SLOTS,
+    rope=Rope((1.0, 0.3)),
+    windows=(None, 3),
+  )
+  model = decoder.build(config)
+  target = jax.tree.map(lambda x: x * 2.5, model.init(jax.random.key(1)))
+  for layer in target["layers"]:  # what was read before must matter
+    layer["wv"], layer["wk"] = layer["wv"] * 3, layer["wk"] * 2
+  leaves, tree = jax.tree.flatten(target)
+  keys = jax.random.split(jax.random.key(3), len(leaves))
+  noisy = [
+    x + 0.3 * jnp.std(x) * jax.random.normal(keys[np.array(i)], x.shape)
+    for i, x in enumerate(leaves)
+  ]
+  params = {"target": target, "draft": jax.tree.unflatten(tree, noisy)}
+
+  @jax.jit
+  def forward(tokens):
+    positions = jnp.arange(SLOTS)[None]
+    return model.apply(target, tokens, positions, None, None, None).logits
+
+  @functools.cache
+  def next_logits(text):
+    tokens = np.zeros((1, SLOTS), np.int32)
+    tokens[0, : len(text)] = text
+    return np.asarray(forward(tokens))[0, len(text) - 1]
+
+  return model, params, lambda t: next_logits(tuple(t))
+
+
+MODELS = {"table": table_pair, "transformer": transformer_pair}
+COVERING = [
+  *(("table", name) for name in DRAFTERS),
+  ("transformer", "chain"),
+  ("transformer", "tree_wor"),
+  ("transformer", "lookup"),
+]
+
+
+def distance(kind, name, settings=None, **options):
+  """Returns the largest total variation over prompts and settings."""
+  settings = SETTINGS.values() if settings is None else settings
+  model, params, next_logits = MODELS[kind]()
+  cases = [(p, s) for p in PROMPTS for s in settings]
+  prompts, chosen = zip(*cases, strict=True)
+  laws, steps = measure(model, params, model, name, prompts, chosen, **options)
   assert steps <= NEW
+  worst = 0.0
+  for law, prompt, setting in zip(laws, prompts, chosen, strict=True):
+    expected = reference.joint_law(next_logits, V, prompt, setting, NEW)
+    assert abs(law.sum() - 1) < 1e-5
+    worst = max(worst, np.abs(law - expected).sum() / 2)
+  return worst
+
+
+@pytest.mark.parametrize("kind,name", COVERING)
+def test_the_joint_law_of_three_tokens_is_the_targets(kind, name):
+  assert distance(kind, name) < 1e-5
+
+
+def test_a_row_alone_has_the_same_law():
+  assert distance("table", "chain", [SETTINGS["t0.7"]], chunk=1) < 1e-5
+
+
+def _no_residual(monkeypatch):
+  """After a refusal the token is drawn from the whole law."""
+  monkeypatch.setattr(verify, "residual_law", lambda p, q: p)
+
+
+def _siblings_as_iid(monkeypatch):
+  """Without replacement drawn, with replacement verified."""
+  monkeypatch.setattr(verify, "_without", lambda q, token: q)
+
+
+def _one_prefix(monkeypatch):
+  """S4: every node's penalties see the prefix of the root."""
+  monkeypatch.setattr(step_lib, "path_counts", lambda counts, *_: counts)
+
+
+def _counts_per_step(monkeypatch):
+  """S1: only the first token of a step is counted."""
+  real = step_lib.add_counts
+
+  def first_only(counts, tokens, live):
+    return real(counts, tokens[:, :1], live[:, :1])
+
+  monkeypatch.setattr(step_lib, "add_counts", first_only)
+
+
+def _wrong_nodes(monkeypatch):
+  """R4: nodes are committed in the order of their index, not of the path."""
+  real = step_lib.commit
+
+  def in_order(cache, block, path, num):
+    order = jnp.broadcast_to(jnp.arange(path.shape[1])[None], path.shape)
+    return real(cache, block, order, num)
+
+  monkeypatch.setattr(step_lib, "commit", in_order)
+
+
+def _picky(monkeypatch):
+  """`acceptable` looks at the token that was drawn."""
+  real = vanilla.Draft
+
+  def picky(**fields):
+    kept = fields["acceptable"] & (fields["tokens"] != 0)
+    return real(**{**fields, "acceptable": kept})
+
+  monkeypatch.setattr(vanilla, "Draft", picky)
+
+
+def _not_strict(monkeypatch):
+  """L7: a token is accepted where u q <= p."""
+  monkeypatch.setattr(
+    verify, "prob_of", lambda p, t: sampling.prob_of(p, t) + 1e-3
+  )
+
+
+TWINS = {
+  "no_residual": (_no_residual, "table", "chain", "t0.7"),
+  "siblings_as_iid": (_siblings_as_iid, "table", "tree_wor", "t0.7"),
+  "one_prefix": (_one_prefix, "table", "chain", "penalties"),
+  "counts_per_step": (_counts_per_step, "table", "chain", "penalties"),
+  "wrong_nodes": (_wrong_nodes, "transformer", "tree_wor", "t0.7"),
+  "picky": (_picky, "table", "chain", "t0.7"),
+  "not_strict": (_not_strict, "table", "chain", "t1.5_top_p"),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_planted_fault_is_seen(twin, monkeypatch):
+  plant, kind, name, setting = TWINS[twin]
+  plant(monkeypatch)
+  try:
+    found = distance(kind, name, [SETTINGS[setting]])
+  except AssertionError:
+    return
+  assert found > 1e-3

@@ -1,0 +1,87 @@
+"""Enumerates the full product of models, drafters and settings.
+
+  python -m tests.exactness --out=experiments/results/exactness.jsonl
+
+The tests run a covering part of it (laws_test.py). One line a case: the
+largest total variation between the law of the tokens that `spec_step` emits
+and the target's own, over prompts of two lengths in one ragged batch. Takes
+about half an hour on two cores.
+"""
+
+import json
+from pathlib import Path
+import time
+
+from absl import app, flags
+
+from experiments.results import environment
+from tests import laws_test
+
+_OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
+
+# Beyond the drafters of the tests: longer chains and other trees.
+MORE = {
+  "chain_1": ("vanilla", {"num_draft": 1}),
+  "chain_3": ("vanilla", {"num_draft": 3}),
+  "tree_iid_deep": ("vanilla", {"tree": (1, 2), "siblings": "iid"}),
+  "tree_iid_wide": ("vanilla", {"tree": (3,), "siblings": "iid"}),
+  "tree_wor_wide": (
+    "vanilla",
+    {"tree": (3,), "siblings": "without_replacement"},
+  ),
+  "tree_wor_deep": (
+    "vanilla",
+    {"tree": (1, 2), "siblings": "without_replacement"},
+  ),
+  "tree_top_k_wide": ("vanilla", {"tree": (3, 1), "siblings": "top_k"}),
+  "tree_own_temperature": (
+    "vanilla",
+    {
+      "tree": (2,),
+      "siblings": "without_replacement",
+      "draft_temperature": 0.5,
+    },
+  ),
+  "lookup_1": ("prompt_lookup", {"num_draft": 1}),
+  "lookup_8_first": ("prompt_lookup", {"num_draft": 8, "match": "first"}),
+}
+
+
+def main(_):
+  laws_test.DRAFTERS.update(MORE)
+  lines = [{"environment": environment()}]
+  worst = 0.0
+  for model in laws_test.MODELS:
+    for drafter in laws_test.DRAFTERS:
+      for setting, values in laws_test.SETTINGS.items():
+        for chunk, batch in ((256, "ragged"), (1, "one row")):
+          if chunk == 1 and (drafter not in ("chain_1", "lookup_1", "none")):
+            continue  # a batch of one row, once a kind
+          begin = time.perf_counter()
+          found = laws_test.distance(model, drafter, [values], chunk=chunk)
+          worst = max(worst, found)
+          line = {
+            "model": model,
+            "drafter": drafter,
+            "options": {
+              k: list(v) if isinstance(v, tuple) else v
+              for k, v in laws_test.DRAFTERS[drafter][1].items()
+            },
+            "setting": setting,
+            "batch": batch,
+            "tokens": laws_test.NEW,
+            "total_variation": float(found),
+            "seconds": round(time.perf_counter() - begin, 2),
+          }
+          lines.append(line)
+          print(json.dumps(line), flush=True)
+          if _OUT.value:
+            text = "".join(json.dumps(x) + "\n" for x in lines)
+            Path(_OUT.value).write_text(text)
+  print(f"{len(lines) - 1} cases, largest total variation {worst:.2e}")
+  if worst >= 1e-5:
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+  app.run(main)
