@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from experiments.launch import UserError, user_errors
 from spec_jax import metrics
 from spec_jax.generate import Work, make_engine, plan, run
 from spec_jax.hub import Loaded
@@ -35,8 +36,7 @@ def converse(
     The exit code.
   """
   slots = config.engine.slots or min(_SLOTS, target.model.config.max_length)
-  first = [{"role": "system", "content": config.system}]
-  history = first if config.system else []
+  history = _opening(config)
   state, engine = None, None
   print(f"{config.model}, drafter {config.drafter.name}. {_HELP}.")
   while True:
@@ -48,7 +48,7 @@ def converse(
     if line in ("/quit", "/exit"):
       return 0
     if line == "/reset":
-      history, state = first if config.system else [], None
+      history, state = _opening(config), None
       continue
     if not line:
       continue
@@ -90,6 +90,32 @@ def converse(
       f"{report['emitted_per_step']:.2f} per step, "
       f"{engine.timing.num_prompt_tokens} prompt tokens read]"
     )
+
+
+def check(loaded: Loaded, config, settings: Settings) -> None:
+  """Checks that a conversation can be held, before weights are read.
+
+  Raises:
+    UserError: naming what is in the way.
+  """
+  if not getattr(loaded.tokenizer, "chat_template", None):
+    raise UserError("this model has no chat template, which --chat needs")
+  if config.chat_template == "no":
+    raise UserError("--chat needs the chat template; drop chat_template=no")
+  if settings.num_samples != 1:
+    raise UserError(
+      f"--chat gives one answer a turn, got num_samples {settings.num_samples}"
+    )
+  hello = [*_opening(config), {"role": "user", "content": "Hello"}]
+  with user_errors():
+    plan(loaded, [hello], settings, config.seed)
+
+
+def _opening(config) -> list[dict[str, str]]:
+  """Returns what stands before the first turn."""
+  if not config.system:
+    return []
+  return [{"role": "system", "content": config.system}]
 
 
 def _continued(state, work: Work):

@@ -11,18 +11,22 @@ changes its speed, not its law.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
 import time
 from typing import Any
 
 from absl import flags
+import jax
 import ml_collections
 from ml_collections import config_flags
 from tqdm import tqdm
 
 from experiments import launch, prompts as prompt_files, results, show
 from experiments.launch import UserError
-from spec_jax import hub, metrics
+from spec_jax import hub, metrics, stops
 from spec_jax.generate import Work, make_engine, plan, run
+from spec_jax.settings import Settings
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -53,8 +57,14 @@ _DRY_RUN = flags.DEFINE_bool(
   "dry_run", False, "Print the resolved configuration and stop."
 )
 
-# Up to so many prompts are streamed one after the other.
-_STREAMED = 4
+# Up to so many samples are streamed one after the other; of more, so many run
+# side by side.
+_STREAMED, _ROWS = 4, 8
+
+
+def _wanted_rows(work: Work) -> int:
+  """Returns the rows of a batch that nobody has set."""
+  return 1 if len(work.jobs) <= _STREAMED else _ROWS
 
 
 class Runner:
@@ -67,11 +77,8 @@ class Runner:
   def __init__(self, target, draft, config, options, mesh, work):
     self.target = target
     self.work = work
-    rows = config.engine.batch_size
-    if not rows:
-      rows = 1 if len(work.jobs) <= _STREAMED else 8
     common = {
-      "batch_size": rows,
+      "batch_size": launch.rows_of(config, _wanted_rows(work), mesh),
       "slots": config.engine.slots,
       "chunk": config.engine.chunk,
       "refill_rows": config.engine.refill_rows,
@@ -118,8 +125,17 @@ class Runner:
 
   def reports(self) -> dict[str, dict[str, Any]]:
     """Returns each engine's report."""
+
+    def known(value):  # nan where nothing was measured; JSON has none
+      return None if value != value else value
+
     return {
-      name: metrics.report(self.counts[name], engine.timing)
+      name: {
+        key: known(value)
+        for key, value in metrics.report(
+          self.counts[name], engine.timing
+        ).items()
+      }
       for name, engine in self.engines.items()
     }
 
@@ -221,7 +237,9 @@ def _decode(runner: Runner, texts, out, streaming: bool) -> list[dict]:
         done[prompt] = record
         if out:
           out.write(record)
-        elif traces is not None:
+        elif not streaming:
+          show.print_texts(texts[prompt], record)
+        if traces is not None and not out:
           show.print_trace(record)
       if bar is not None:
         bar.update(len({runner.work.origin[n][0] for n in numbers}))
@@ -231,68 +249,83 @@ def _decode(runner: Runner, texts, out, streaming: bool) -> list[dict]:
   return [done[p] for p in sorted(done)]
 
 
+def _check_flags(config: ml_collections.ConfigDict) -> None:
+  for name, values in (
+    ("logprobs", ("", "raw", "warped")),
+    ("chat_template", ("auto", "yes", "no")),
+  ):
+    if config[name] not in values:
+      raise UserError(
+        f"{name} must be one of {', '.join(map(repr, values))}, got "
+        f"{config[name]!r}"
+      )
+  if _CHAT.value and (_PROMPT.value or _PROMPTS.value or _OUT.value):
+    raise UserError("--chat takes no --prompt, --prompts or --out")
+
+
 def main() -> int | None:
   """Runs the command."""
   config: ml_collections.ConfigDict = _CONFIG.value
   settings = launch.settings_of(config.sampling)
   options = launch.drafter_options(config.drafter)
-  if config.logprobs not in ("", "raw", "warped"):
-    raise UserError(
-      f"logprobs must be '', raw or warped, got {config.logprobs!r}"
-    )
-  if config.chat_template not in ("auto", "yes", "no"):
-    raise UserError(
-      f"chat_template must be auto, yes or no, got {config.chat_template!r}"
-    )
-  if _CHAT.value and (_PROMPT.value or _PROMPTS.value or _OUT.value):
-    raise UserError("--chat takes no --prompt, --prompts or --out")
+  _check_flags(config)
   texts: Sequence[Any] = prompt_files.read(_PROMPT.value, _PROMPTS.value)
   resolved = launch.plain_dict(config)
   if _DRY_RUN.value:
     print(show.yaml(resolved))
+    print(show.yaml({"drafter_options": launch.effective(config, options)}))
     print(f"# {len(texts)} prompts")
     return 0
   mesh = launch.mesh_of(config.mesh)
-  out = None
-  if _OUT.value:
-    out = results.ResultFile(
-      _OUT.value,
-      {"config": resolved, "prompts": texts, "compare": _COMPARE.value},
-    )
+  if _CHAT.value:
+    return _chat(config, options, settings, mesh)
+  if not _OUT.value:
+    return _generate(config, options, settings, mesh, texts, None)
+  identity = {
+    "config": resolved,
+    "prompts": texts,
+    "compare": _COMPARE.value,
+    "trace": _TRACE.value,
+  }
+  with contextlib.closing(results.ResultFile(_OUT.value, identity)) as out:
+    return _generate(config, options, settings, mesh, texts, out)
+
+
+def _chat(config, options, settings: Settings, mesh) -> int:
+  from experiments import chat
+
+  opened = launch.inspect(config.model, config.dtype)
+  draft = launch.inspect_draft(config, opened)
+  launch.check_sizes(opened, draft, config, options)
+  chat.check(opened.loaded, config, settings)
+  target, read = opened.read(), launch.read_draft(draft)
+  with launch.user_errors():
+    return chat.converse(target, read, config, options, settings, mesh)
+
+
+def _generate(config, options, settings: Settings, mesh, texts, out) -> int:
   begin = time.perf_counter()
   opened = launch.inspect(config.model, config.dtype)
   draft = launch.inspect_draft(config, opened)
-  if _CHAT.value:
-    from experiments import chat
-
-    target = opened.read()
-    return chat.converse(
-      target, launch.read_draft(draft), config, options, settings, mesh
-    )
+  launch.check_sizes(opened, draft, config, options)
   with launch.user_errors():
     prompts = prompt_files.with_template(
       opened.loaded.tokenizer, texts, config.chat_template, config.system
     )
     work = plan(opened.loaded, prompts, settings, config.seed)
     prompt_files.check_fits(opened.loaded, work, config.engine.slots)
-  target = opened.read()
+    launch.rows_of(config, _wanted_rows(work), mesh)
+    if work.stop_strings:  # that they are not too many
+      stops.build_automaton(work.stop_strings, work.token_bytes or ())
+  target, read = opened.read(), launch.read_draft(draft)
   with launch.user_errors():
-    runner = Runner(
-      target, launch.read_draft(draft), config, options, mesh, work
-    )
+    runner = Runner(target, read, config, options, mesh, work)
   load_s = time.perf_counter() - begin
-  manifest = {
-    "command": "experiments.generate",
-    "config": resolved,
-    "drafter_options": options,
-    "seed": work.seed,
-    "lossy": False,
-    "num_prompts": len(texts),
-    "tokenizer_sha256": target.hashes.get("tokenizer"),
-    "environment": results.environment(),
-  }
+  manifest: dict[str, Any] = {}
   if out:
-    manifest["weights_sha256"] = hub.weights_hash(target)
+    manifest = _manifest(config, options, runner, read, len(texts))
+    for name in ("weights_sha256", "draft_weights_sha256", "tokenizer_sha256"):
+      out.check_same(name, manifest[name])
     out.write_manifest(manifest)
   streaming = len(work.jobs) <= _STREAMED and runner.rows == 1
   show.header(config, runner, load_s)
@@ -303,16 +336,38 @@ def main() -> int | None:
     reports = runner.reports()
     finished = list(out.done.values()) if out else lines
     if finished:
-      show.table(reports, finished, load_s, _expected(config, runner))
+      show.table(reports, finished, load_s, _expected(config))
     if out:
-      summary = {**manifest, "load_s": load_s, "reports": reports}
-      out.write_manifest(summary)
-      out.close()
+      summary = {"load_s": load_s, "reports": reports}
+      out.write_manifest({**manifest, **summary})
       print(f"{len(out.done)} of {len(texts)} prompts in {out.path}")
   return 0
 
 
-def _expected(config, runner: Runner) -> bool:
+def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
+  """Returns what a result file was made with, defaults filled in."""
+  draft_hash = None
+  if isinstance(draft, hub.Loaded):
+    draft_hash = hub.weights_hash(draft)
+  static = dataclasses.asdict(runner.engines[runner.main].config)
+  sizes = ("batch_size", "slots", "chunk", "refill_rows")
+  return {
+    "command": "experiments.generate",
+    "config": launch.plain_dict(config),
+    "drafter_options": launch.effective(config, options),
+    "engine": {name: static[name] for name in sizes},
+    "dtype": str(jax.tree.leaves(runner.target.params)[0].dtype),
+    "seed": runner.work.seed,
+    "lossy": False,
+    "num_prompts": num_prompts,
+    "weights_sha256": hub.weights_hash(runner.target),
+    "draft_weights_sha256": draft_hash,
+    "tokenizer_sha256": runner.target.hashes.get("tokenizer"),
+    "environment": results.environment(),
+  }
+
+
+def _expected(config) -> bool:
   """Tells whether speculative text must equal plain text."""
   from spec_jax.drafters import vanilla
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from spec_jax import builtin, drafters, hub, sharding
+from spec_jax import builtin, drafters, hub, programs, sharding
 from spec_jax.settings import Settings
 
 _DEVICE_FILES = (
@@ -56,12 +56,15 @@ def run(main: Callable[[], int | None], config: str = "") -> None:
       argv = [argv[0], f"--config={config}", *argv[1:]]
     try:
       rest = flags.FLAGS(argv)
+      if config:
+        _ = flags.FLAGS["config"].value.lock  # raises what reading raised
     except (AttributeError, KeyError) as error:
       fail(f"unknown field of the configuration: {_inner(error)}")
     except (flags.Error, TypeError, ValueError) as error:
       fail(str(error))
     except (OSError, SyntaxError, ImportError) as error:
-      fail(f"cannot read the configuration: {error}")
+      why = str(error).rpartition("\n")[2]
+      fail(f"cannot read the configuration: {why}")
     if len(rest) > 1:
       fail(f"unexpected argument {rest[1]!r}; prompts go after --prompt")
     return rest
@@ -89,9 +92,11 @@ def prepare_jax() -> None:
 
   has_libtpu = importlib.util.find_spec("libtpu") is not None
   no_device = not any(Path(f).exists() for f in _DEVICE_FILES)
-  if has_libtpu and no_device and not jax.config.jax_platforms:
+  if (
+    has_libtpu and no_device and not getattr(jax.config, "jax_platforms", None)
+  ):
     jax.config.update("jax_platforms", "cpu")
-  if not jax.config.jax_compilation_cache_dir:
+  if not getattr(jax.config, "jax_compilation_cache_dir", None):
     folder = builtin.cache_dir() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -146,6 +151,11 @@ def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
   return chosen
 
 
+def effective(config: ConfigDict, options: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns all options of the drafter, its defaults filled in."""
+  return plain_dict({**drafters.options(config.drafter.name), **options})
+
+
 def mesh_of(text: str):
   """Returns the mesh that "2x4" names (rows x model), or None for "".
 
@@ -179,7 +189,7 @@ def inspect_draft(
   Raises:
     UserError: if it is missing, superfluous, or its vocabulary differs.
   """
-  from spec_jax.generate import check_same_vocabulary
+  from spec_jax.pairing import check_same_vocabulary
 
   name, draft = config.drafter.name, str(config.drafter.draft)
   if name != "vanilla":
@@ -204,6 +214,57 @@ def inspect_draft(
   with user_errors():
     check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
   return opened
+
+
+def check_sizes(
+  target: hub.Inspected,
+  draft: hub.Inspected | str | int | None,
+  config: ConfigDict,
+  options: Mapping[str, Any],
+) -> None:
+  """Checks the engine's sizes and the drafter's options; reads no weight.
+
+  Raises:
+    UserError: naming what is out of range.
+  """
+  engine, model = config.engine, target.loaded.model
+  draft_model = None
+  if draft is not None:
+    # The options do not depend on which layers of the target draft.
+    opened = draft if isinstance(draft, hub.Inspected) else target
+    draft_model = opened.loaded.model
+  context = model.config.max_length
+  if engine.slots > context:
+    raise UserError(f"{engine.slots} slots; the model's context is {context}")
+  with user_errors():
+    programs.EngineConfig(
+      batch_size=engine.batch_size or 1,
+      slots=engine.slots or context,
+      chunk=engine.chunk,
+      refill_rows=engine.refill_rows,
+    ).resolved()
+    drafters.build(
+      config.drafter.name,
+      model,
+      draft_model,
+      slots=engine.slots or context,
+      **options,
+    )
+
+
+def rows_of(config: ConfigDict, wanted: int, mesh) -> int:
+  """Returns the rows of a batch: those asked for, or as many as are wanted.
+
+  Raises:
+    UserError: if the mesh cannot divide the rows asked for.
+  """
+  data = 1 if mesh is None else mesh.shape["data"]
+  rows = config.engine.batch_size
+  if rows % data:
+    raise UserError(
+      f"batch_size {rows} is not a multiple of the mesh's {data} row devices"
+    )
+  return rows or -(-wanted // data) * data
 
 
 def read_draft(draft: hub.Inspected | str | int | None):

@@ -57,10 +57,14 @@ def read(given: Sequence[str], path: str) -> list[Any]:
 
 def _read_file(path: str) -> list[Any]:
   try:
-    text = Path(path).read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f"cannot read {path}: {error}") from error
-  lines = [(n, x) for n, x in enumerate(text.splitlines(), 1) if x.strip()]
+    text = Path(path).read_text(encoding="utf-8-sig")
+  except OSError as error:
+    raise UserError(f"cannot read {path}: {error.strerror}") from error
+  except UnicodeDecodeError as error:
+    raise UserError(f"{path} is not UTF-8: {error}") from error
+  # Not `splitlines`: a line of JSON may hold U+2028 or U+0085 as it is.
+  numbered = enumerate(text.split("\n"), 1)
+  lines = [(n, x.rstrip("\r")) for n, x in numbered if x.strip()]
   if not path.endswith((".jsonl", ".json")):
     return [line for _, line in lines]
   return [_prompt_of(path, n, line) for n, line in lines]
@@ -79,7 +83,7 @@ def _prompt_of(path: str, number: int, line: str) -> Any:
       value = record.get(field)
       if not value:
         continue
-      if field == "turns":
+      if field == "turns" and isinstance(value, list):
         value = value[0]
       if field == "messages":
         return _messages(where, value)
@@ -136,8 +140,6 @@ def check_fits(loaded: Loaded, work: Work, slots: int) -> None:
     UserError: naming the prompt, its tokens and the context.
   """
   context = loaded.model.config.max_length
-  if slots > context:
-    raise UserError(f"{slots} slots; the model's context is {context}")
   room = min(slots or context, context)
   for (prompt, _), job in zip(work.origin, work.jobs, strict=True):
     if len(job.ids) >= room:

@@ -41,7 +41,9 @@ def environment() -> dict[str, Any]:
     "cpus": len(os.sched_getaffinity(0))
     if hasattr(os, "sched_getaffinity")
     else os.cpu_count(),
-    "matmul_precision": str(jax.config.jax_default_matmul_precision),
+    "matmul_precision": str(
+      getattr(jax.config, "jax_default_matmul_precision", None)
+    ),
   }
 
 
@@ -88,6 +90,7 @@ class ResultFile:
 
   Attributes:
     done: number of the prompt -> its line.
+    manifest: of the run that is resumed, else empty.
   """
 
   def __init__(self, path: str, identity: Mapping[str, Any]):
@@ -107,13 +110,17 @@ class ResultFile:
     )
     self._identity = digest(identity)
     self.done: dict[int, dict[str, Any]] = {}
+    self.manifest: dict[str, Any] = {}
     try:
       self._open()
     except OSError as error:
       raise UserError(f"cannot write {path}: {error.strerror}") from error
 
   def _open(self) -> None:
-    if self.path.exists() and self.path.stat().st_size:
+    self._made = not self.path.exists()
+    if self.path.is_dir():
+      raise UserError(f"cannot write {self.path}: it is a folder")
+    if not self._made and self.path.stat().st_size:
       self._check_same_run()
       whole = 0
       with open(self.path, "rb") as file:
@@ -122,17 +129,17 @@ class ResultFile:
             break
           try:
             record = json.loads(line)
-          except ValueError as error:
+            self.done[int(record["prompt"])] = record
+          except (ValueError, TypeError, KeyError) as error:
             raise UserError(
-              f"{self.path} holds a line that is not JSON; give another --out"
+              f"{self.path} holds a line that is no result; give another --out"
             ) from error
-          self.done[int(record["prompt"])] = record
           whole += len(line)
       with open(self.path, "r+b") as file:
         file.truncate(whole)
-    self._file = open(self.path, "a", encoding="utf-8")
     if not os.access(self.path.resolve().parent, os.W_OK):
       raise UserError(f"cannot write beside {self.path}")
+    self._file = open(self.path, "a", encoding="utf-8")
 
   def _check_same_run(self) -> None:
     problem = (
@@ -145,6 +152,19 @@ class ResultFile:
       raise UserError(problem) from error
     if manifest.get("identity") != self._identity:
       raise UserError(problem)
+    self.manifest = manifest
+
+  def check_same(self, name: str, value: Any) -> None:
+    """Checks that a value is the one of the run that is resumed.
+
+    Raises:
+      UserError: if the manifest holds another value under that name.
+    """
+    if self.manifest.get(name, value) != value:
+      raise UserError(
+        f"{self.path} holds results with another {name}; give another --out "
+        "or move it away"
+      )
 
   def write(self, record: Mapping[str, Any]) -> None:
     """Appends one line and hands it to the operating system."""
@@ -162,5 +182,7 @@ class ResultFile:
     os.replace(temporary, self.manifest_path)
 
   def close(self) -> None:
-    """Closes the file."""
+    """Closes the file; one of this run with nothing in it is taken away."""
     self._file.close()
+    if self._made and not self.done and not self.manifest_path.exists():
+      self.path.unlink(missing_ok=True)

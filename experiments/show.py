@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from spec_jax import text
 from spec_jax.base import DETERMINISTIC, IID, SpecInfo
@@ -17,13 +18,7 @@ class Printer:
   """Prints a prompt, then its text as it comes."""
 
   def __init__(self, prompt: Any):
-    if not isinstance(prompt, str):
-      prompt = prompt[-1]["content"]
-    width = shutil.get_terminal_size().columns
-    line = " ".join(prompt.split())
-    if len(line) > width - 4:
-      line = line[: width - 7] + "..."
-    print(f"\n>>> {line}", flush=True)
+    print(f"\n>>> {_title(prompt)}", flush=True)
     self._sample = 0
 
   def __call__(self, prompt: int, sample: int, piece: str) -> None:
@@ -114,13 +109,34 @@ def table(
   print(f"{'load, s':24}{load_s:>14.1f}")
 
 
+def print_texts(prompt: Any, record: Mapping[str, Any]) -> None:
+  """Prints a prompt and its finished texts, above a progress bar."""
+  lines = [f"\n>>> {_title(prompt)}"]
+  for number, sample in enumerate(record["samples"]):
+    if number:
+      lines.append(f"--- sample {number}")
+    lines.append(sample["text"])
+  tqdm.write("\n".join(lines), file=sys.stdout)
+
+
+def _title(prompt: Any) -> str:
+  """Returns the prompt, or its last message, cut to the terminal's width."""
+  if not isinstance(prompt, str):
+    prompt = prompt[-1]["content"]
+  width = shutil.get_terminal_size().columns
+  line = " ".join(prompt.split())
+  return line if len(line) <= width - 4 else line[: width - 7] + "..."
+
+
 def trace_step(
   info: SpecInfo, row: int, token_bytes: Sequence[bytes] | None
 ) -> dict[str, Any]:
   """Returns one row's step as JSON: drafted nodes, p, q, accepted, residual.
 
   `p` is the target's law at the node's parent, known for nodes the walk came
-  by; `q` the law the node was drawn from (1 for a deterministic one).
+  by; `q` the law the node was drawn from (1 for a deterministic one). `last`
+  ends the walk; a stop or the limit may cut the step before it: `ids` are the
+  tokens that were kept.
   """
   draft, verdict, laws = info.draft, info.verdict, info.laws
   assert draft is not None and verdict is not None and laws is not None
@@ -140,7 +156,7 @@ def trace_step(
     level = level_of.get(parent)
     how = int(draft.law[row, i])
     q = 1.0
-    if how != DETERMINISTIC:
+    if how != DETERMINISTIC and draft.probs is not None:
       q = float(draft.probs[row, parent, token])
     nodes.append(
       {
@@ -156,10 +172,12 @@ def trace_step(
     )
   last = int(verdict.num_accepted[row])
   token = int(verdict.tokens[row, last])
+  num = int(info.num_tokens[row])
   return {
     "drafted": nodes,
     "num_accepted": int(info.num_accepted[row]),
-    "num_tokens": int(info.num_tokens[row]),
+    "num_tokens": num,
+    "ids": np.asarray(verdict.tokens[row, :num]).tolist(),
     "last": {
       "token": token,
       "text": word(token),

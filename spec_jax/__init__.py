@@ -1,7 +1,7 @@
 """Speculative decoding in JAX: exact, complete, on the device.
 
-  loaded = spec_jax.load("smollm2-135m-instruct")
-  out = spec_jax.generate(loaded, "Once", drafter="prompt_lookup")
+loaded = spec_jax.load("smollm2-135m-instruct")
+out = spec_jax.generate(loaded, "Once", drafter="prompt_lookup")
 """
 
 from spec_jax.engine import Engine

@@ -11,6 +11,7 @@ layer needs `window - 1` slots, for the token being read sees itself and
 """
 
 from collections.abc import Sequence
+import dataclasses
 
 import jax
 from jax import lax
@@ -194,7 +195,8 @@ def commit(cache: Cache, block: Block, path_BJ: Array, num_B: Array) -> Cache:
   def write(old, new):
     return jax.vmap(put)(old, new) if old.ndim == 5 else put(old, new)
 
-  return cache.replace(
+  return dataclasses.replace(
+    cache,
     k=tuple(map(write, cache.k, block.k)),
     v=tuple(map(write, cache.v, block.v)),
     length=cache.length + num_B,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import metrics, step as steps
+from spec_jax import metrics, rows as rows_lib
 from spec_jax.base import (
   FINISH_REASONS,
   LENGTH,
@@ -43,7 +43,7 @@ class Finished(NamedTuple):
   """One row's result.
 
   Attributes:
-    index: number of the job.
+    job: number of the job.
     ids: output tokens, the stop included.
     logprobs: of each output token, or None.
     finish_reason: one of `FINISH_REASONS`.
@@ -52,7 +52,7 @@ class Finished(NamedTuple):
     state: the row's state, to be continued, if asked for.
   """
 
-  index: int
+  job: int
   ids: list[int]
   logprobs: list[float] | None
   finish_reason: str
@@ -211,7 +211,7 @@ class Engine:
     self.check(job)
     state, seconds = self._read([job], [0], self._programs.empty(), None)
     self._add_time(prefill_s=seconds, num_prompt_tokens=len(ids))
-    return steps.take_rows(state, jnp.zeros((1,), jnp.int32))
+    return rows_lib.take_rows(state, jnp.zeros((1,), jnp.int32))
 
   def _read(self, jobs, rows, state, start):
     """Reads jobs into rows of a state; returns (state, seconds)."""
@@ -287,6 +287,7 @@ class Engine:
         return
       until = B - len(owner) + 1
       if on_trace is not None:
+        assert self._programs.trace is not None, "needs EngineConfig.trace"
         (state, info), seconds = self._timed(self._programs.trace, state)
         on_trace(dict(owner), jax.device_get(info))
         taken = 1
@@ -339,9 +340,9 @@ class Engine:
     reason = int(get(state.finish_reason))
     kept = None
     if keep_state:
-      kept = steps.take_rows(state, jnp.asarray([row], jnp.int32))
+      kept = rows_lib.take_rows(state, jnp.asarray([row], jnp.int32))
     return Finished(
-      index=index,
+      job=index,
       ids=get(state.tokens)[begin:end].tolist(),
       logprobs=logprobs,
       finish_reason=FINISH_REASONS[LENGTH if reason == RUNNING else reason],

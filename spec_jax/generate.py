@@ -10,10 +10,9 @@ import numpy as np
 
 from spec_jax import metrics, stops, text
 from spec_jax.base import SpecState
-from spec_jax.drafters import vanilla
 from spec_jax.engine import Engine, Finished
 from spec_jax.hub import Loaded
-from spec_jax.models import decoder
+from spec_jax.pairing import resolve_draft
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job, slots_for
 from spec_jax.settings import Settings, in_use
@@ -119,7 +118,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     raise ValueError("this model has no tokenizer: give prompts as token ids")
   if isinstance(prompt, str):
     return tuple(text.encode_prompt(tokenizer, prompt))
-  return tuple(text.encode_chat(tokenizer, list(prompt)))
+  return tuple(text.encode_chat(tokenizer, prompt))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4)
@@ -260,62 +259,6 @@ def make_engine(
   )
 
 
-@functools.lru_cache(maxsize=8)
-def _build_short(config, dtype, scan_layers):
-  return decoder.build(config, dtype=dtype, scan_layers=scan_layers)
-
-
-def resolve_draft(loaded: Loaded, draft: Loaded | str | int | None):
-  """Returns (model, params) of the draft, or (None, None).
-
-  Args:
-    loaded: the target.
-    draft: see `make_engine`.
-
-  Raises:
-    ValueError: if it names nothing, the layers are out of range, or the
-      vocabularies differ.
-  """
-  if draft is None:
-    return None, None
-  if isinstance(draft, Loaded):
-    if loaded.tokenizer is not None and draft.tokenizer is not None:
-      check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
-    return draft.model, draft.params
-  if draft == "target":
-    return loaded.model, loaded.params
-  if isinstance(draft, int) and not isinstance(draft, bool):
-    short, params = vanilla.first_layers(
-      loaded.model.config, loaded.params, draft
-    )
-    stacked = isinstance(params["layers"], dict)
-    dtype = params["embed"].dtype
-    return _build_short(short, dtype, stacked), params
-  raise ValueError(
-    f"draft must be a loaded model, 'target' or a number of layers, got "
-    f"{draft!r}"
-  )
-
-
-def check_same_vocabulary(target: Any, draft: Any) -> None:
-  """Checks that two tokenizers give the same ids the same tokens.
-
-  Ids that only one of them has are allowed (padding differs between sizes of
-  a family); an id that means two things is not.
-
-  Raises:
-    ValueError: naming the first id that differs.
-  """
-  ours = {i: token for token, i in target.get_vocab().items()}
-  theirs = {i: token for token, i in draft.get_vocab().items()}
-  for i in range(min(len(ours), len(theirs))):
-    if ours.get(i) != theirs.get(i):
-      raise ValueError(
-        f"target and draft vocabularies differ first at id {i}: "
-        f"{ours.get(i)!r} and {theirs.get(i)!r}"
-      )
-
-
 def _stream(work: Work, job: Job) -> text.StreamDecoder:
   assert work.token_bytes is not None
   return text.StreamDecoder(
@@ -327,8 +270,8 @@ def _stream(work: Work, job: Job) -> text.StreamDecoder:
 
 def complete(work: Work, finished: Finished) -> Completion:
   """Turns an engine's result into text."""
-  job = work.jobs[finished.index]
-  prompt, sample = work.origin[finished.index]
+  job = work.jobs[finished.job]
+  prompt, sample = work.origin[finished.job]
   words = ""
   if work.token_bytes is not None:
     stream = _stream(work, job)
@@ -386,11 +329,11 @@ def run(
     on_trace=on_trace,
     keep_state=keep_state,
   ):
-    stream = streams.pop(finished.index, None)
+    stream = streams.pop(finished.job, None)
     if stream is not None and on_text is not None:
       tail = stream.flush()
       if tail:
-        on_text(*work.origin[finished.index], tail)
+        on_text(*work.origin[finished.job], tail)
     yield complete(work, finished)
 
 
@@ -444,7 +387,7 @@ def generate(
   if isinstance(prompts, str) or (
     len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping))
   ):
-    prompts = [prompts]  # type: ignore[list-item]
+    prompts = [prompts]  # type: ignore[assignment]
   if not prompts:
     raise ValueError("there is no prompt")
   work = plan(loaded, prompts, settings or Settings(), seed)  # type: ignore[arg-type]

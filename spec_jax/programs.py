@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spec_jax import drafters, length, sharding, step as steps
+from spec_jax import (
+  drafters,
+  length,
+  rows as rows_lib,
+  sharding,
+  step as steps,
+)
 from spec_jax.base import Model, PyTree
 from spec_jax.requests import make_request
 
@@ -79,7 +85,7 @@ class Program:
     num_compiles: programs compiled so far.
   """
 
-  def __init__(self, jitted: Callable):
+  def __init__(self, jitted: Any):
     self._jitted = jitted
     self._compiled: dict[Any, Any] = {}
     self.compile_s = 0.0
@@ -132,7 +138,7 @@ def build_programs(
   )
   policy = length.fixed(drafter.depth)
   B, S = config.batch_size, config.slots
-  init, resume = steps.make_init(
+  init, resume = rows_lib.make_init(
     model,
     drafter,
     policy,
@@ -140,7 +146,7 @@ def build_programs(
     chunk=config.chunk,
     logprobs=config.logprobs is not None,
   )
-  pins = sharding.pins(mesh, B)
+  pins: dict[str, Any] = sharding.pins(mesh, B)
   spec_step = steps.make_step(
     model, drafter, policy, logprobs=config.logprobs, **pins
   )
@@ -150,8 +156,8 @@ def build_programs(
 
   def resume_rows(params, state, prefix, request, rows):
     R = rows.shape[0]
-    start = steps.take_rows(prefix, jnp.zeros((R,), jnp.int32))
-    return steps.put_rows(state, resume(params, start, request), rows)
+    start = rows_lib.take_rows(prefix, jnp.zeros((R,), jnp.int32))
+    return rows_lib.put_rows(state, resume(params, start, request), rows)
 
   request = jax.eval_shape(lambda: make_request([], config, model, B))
   shape = jax.eval_shape(init, _abstract_params(model, draft, config), request)
@@ -164,8 +170,8 @@ def build_programs(
 
     state = jax.tree.map(zeros, shape)
     ones = jnp.ones((B,), jnp.int32)
-    return state.replace(
-      length=ones, prompt_length=ones, done=jnp.ones((B,), bool)
+    return dataclasses.replace(
+      state, length=ones, prompt_length=ones, done=jnp.ones((B,), bool)
     )
 
   placed = None
@@ -207,7 +213,7 @@ def build_programs(
     )
   return Programs(
     empty=empty_jit,
-    refill=program(steps.make_refill(init), 2, False),
+    refill=program(rows_lib.make_refill(init), 2, False),
     resume=program(resume_rows, 3, False),
     decode=program(decode, 2, True),
     trace=traced,

@@ -1,13 +1,14 @@
 """Jobs: what rows are asked to do, and the arrays that ask for it."""
 
 from collections.abc import Sequence
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import step as steps
+from spec_jax import rows as rows_lib
 from spec_jax.base import Model, Stops
 from spec_jax.settings import Settings, to_arrays
 
@@ -45,7 +46,7 @@ class Job(NamedTuple):
 
 def make_request(
   jobs: Sequence[Job], config, model: Model, rows: int
-) -> steps.Request:
+) -> rows_lib.Request:
   """Returns the jobs as arrays of `rows` rows; the last job fills up."""
   blank = Job((0,), Settings(), (0,))
   padded = list(jobs) + [jobs[-1] if jobs else blank] * (rows - len(jobs))
@@ -62,12 +63,13 @@ def make_request(
   stops = Stops(ids=jnp.asarray(stop_ids))
   if config.stop_strings:
     first = np.array([s.min_new_tokens for s in settings], np.int32)
-    stops = stops.replace(
+    stops = dataclasses.replace(
+      stops,
       state=jnp.zeros((rows,), jnp.int32),
       patterns=jnp.asarray([j.patterns for j in padded], jnp.uint32),
       first=jnp.asarray(first),
     )
-  return steps.Request(
+  return rows_lib.Request(
     tokens=jnp.asarray(tokens),
     length=jnp.asarray(lengths),
     limit=jnp.asarray(limit, jnp.int32),

@@ -4,6 +4,8 @@ Plain decoding, drafting and verification all call these functions; nobody
 re-implements a piece, so a draft's law and the target's are warped alike.
 """
 
+import dataclasses
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ def scores(
   V = z.shape[-1]
   if sampling.repetition_penalty is not None:
     assert counts is not None and counts.output is not None
+    assert counts.prompt is not None
     penalty = sampling.repetition_penalty[:, None]
     seen = counts.prompt | (counts.output > 0)
     z = jnp.where(seen, jnp.where(z > 0, z / penalty, z * penalty), z)
@@ -52,10 +55,20 @@ def scores(
     z = z + sampling.bias
   if sampling.min_new_tokens is not None:
     assert counts is not None and counts.stop_ids is not None
+    assert counts.num_output is not None
     early = counts.num_output < sampling.min_new_tokens
     ids = jnp.where(early[:, None] & (counts.stop_ids >= 0), counts.stop_ids, V)
     z = jax.vmap(lambda z, i: z.at[i].set(-jnp.inf, mode="drop"))(z, ids)
   return z
+
+
+def is_greedy(sampling: Sampling) -> Array:
+  """Returns `[B]` bool, rows that take the first largest logit.
+
+  Settings without a temperature (every row greedy) have no rows to tell.
+  """
+  assert sampling.temperature is not None
+  return sampling.temperature <= 0
 
 
 def _threshold(enough, rows: int) -> Array:
@@ -98,7 +111,7 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
   point = one_hot(first, V)
   if sampling.temperature is None:
     return point
-  greedy = sampling.temperature <= 0
+  greedy = is_greedy(sampling)
   temperature = jnp.where(greedy, 1.0, sampling.temperature)
   # The largest score is subtracted before the division: a tiny temperature
   # would overflow to inf and inf - inf is NaN.
@@ -186,7 +199,7 @@ def add_counts(counts: Counts, tokens_BJ: Array, live_BJ: Array) -> Counts:
     )
   if counts.num_output is not None:
     changes["num_output"] = counts.num_output + live_BJ.sum(1)
-  return counts.replace(**changes)
+  return dataclasses.replace(counts, **changes)
 
 
 def path_counts(counts: Counts, tokens_BN: Array, visible_BN: Array) -> Counts:

@@ -104,10 +104,10 @@ def state_shardings(
       spec = P("data", heads) if x.ndim == 4 else P(None, "data", heads)
       return NamedSharding(mesh, spec)
 
-    return c.replace(
+    return Cache(  # of shardings
       k=tuple(map(place, c.k)),
       v=tuple(map(place, c.v)),
-      length=rows,
+      length=rows,  # type: ignore[arg-type]
       memory=jax.tree.map(lambda _: rows, c.memory),
     )
 

@@ -12,7 +12,8 @@ from spec_jax.base import Sampling, Stops
 from spec_jax.drafters import vanilla
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
-from spec_jax.step import Request, make_init, make_step
+from spec_jax.rows import Request, make_init
+from spec_jax.step import make_step
 from tests import reference
 from tests.enumeration import Enumerator
 

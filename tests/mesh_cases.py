@@ -87,7 +87,7 @@ def main():
       mesh=None if mesh == (1, 1) else sharding.make_mesh(*mesh),
       replicate_draft=replicate,
     )
-    out = sorted(engine.run(jobs), key=lambda f: f.index)
+    out = sorted(engine.run(jobs), key=lambda f: f.job)
     key = f"{name} {mesh[0]}x{mesh[1]}"
     found[key] = [f.ids for f in out]
     spec = engine.params["target"]["layers"][0]["wq"].sharding

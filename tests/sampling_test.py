@@ -1,7 +1,6 @@
 """Laws and draws against sorting, hand-made numbers and the plain inverse CDF."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np

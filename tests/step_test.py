@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import sampling, step as steps, tree as trees
+from spec_jax import rows as rows_lib, sampling, tree as trees
 from spec_jax.base import LENGTH, STOP_ID, STOP_STRING
 from spec_jax.drafters import names
 from spec_jax.metrics import Counts
@@ -383,10 +383,10 @@ def test_rows_are_taken_and_put_on_the_axis_of_rows():
   """A stacked cache has rows second; a row number past the batch is dropped."""
   old = {"a": jnp.zeros((3, 2)), "stacked": jnp.zeros((4, 3, 1, 1, 1))}
   new = {"a": jnp.ones((2, 2)), "stacked": jnp.ones((4, 2, 1, 1, 1))}
-  put = steps.put_rows(old, new, jnp.array([2, 3]))
+  put = rows_lib.put_rows(old, new, jnp.array([2, 3]))
   assert put["a"].tolist() == [[0, 0], [0, 0], [1, 1]]
   assert put["stacked"][:, :, 0, 0, 0].tolist() == [[0, 0, 1]] * 4
-  taken = steps.take_rows(put, jnp.array([2, 2]))
+  taken = rows_lib.take_rows(put, jnp.array([2, 2]))
   assert fakes.same(taken, new)
 
 

@@ -11,7 +11,8 @@ _PROGRAM = """
 import jax, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from spec_jax import drafters, length, sharding, step as steps
+from spec_jax import drafters, length, rows as rows_lib
+from spec_jax import sharding, step as steps
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import make_request
 from tests import mesh_cases
@@ -30,7 +31,7 @@ policy = length.fixed(3)
 config = EngineConfig(
   batch_size=8, slots=96, chunk=16, use=frozenset({"temperature", "top_p"})
 )
-init, _ = steps.make_init(model, drafter, policy, slots=96, chunk=16)
+init, _ = rows_lib.make_init(model, drafter, policy, slots=96, chunk=16)
 step = steps.make_step(
   model, drafter, policy, **sharding.pins(mesh, 8)
 )

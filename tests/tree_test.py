@@ -1,7 +1,6 @@
 """Trees: parents, depths and visibility by hand and by walking."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 

@@ -35,7 +35,14 @@ from spec_jax.base import (
 )
 from spec_jax.cache import commit, empty_block
 from spec_jax.drafting import root_token, static_tree
-from spec_jax.sampling import draw, law, one_hot, path_counts, scores
+from spec_jax.sampling import (
+  draw,
+  is_greedy,
+  law,
+  one_hot,
+  path_counts,
+  scores,
+)
 
 # Tokens read at the start of a step: the root and one pending token.
 CATCH_UP = 2
@@ -264,7 +271,7 @@ class _Vanilla:
     )
     row_law = jnp.full((B, N), self.siblings, jnp.int32)
     if sampled:
-      greedy = (context.sampling.temperature <= 0)[:, None]
+      greedy = is_greedy(context.sampling)[:, None]
       row_law = jnp.where(greedy, DETERMINISTIC, row_law)
     else:
       row_law = jnp.full((B, N), DETERMINISTIC, jnp.int32)
@@ -382,7 +389,7 @@ class _Vanilla:
       left = q
       where = jnp.where(nodes_W >= 0, nodes_W, N)
       probs = probs.at[:, where].set(q.reshape(B, W, V), mode="drop")
-      greedy = sampling.temperature <= 0
+      greedy = is_greedy(sampling)
     for rank in range(children_WR.shape[1]):
       child_W = children_WR[:, rank]
       best = jnp.argmax(rest, -1).astype(jnp.int32)
@@ -400,11 +407,11 @@ class _Vanilla:
     return tokens, probs
 
   def _own_temperature(self, sampling: Sampling) -> Sampling:
-    if self.temperature is None:
-      return sampling
     row = sampling.temperature
-    return sampling.replace(
-      temperature=jnp.where(row > 0, self.temperature, row)
+    if self.temperature is None or row is None:
+      return sampling
+    return dataclasses.replace(
+      sampling, temperature=jnp.where(row > 0, self.temperature, row)
     )
 
   def update(self, params, carry, draft, verdict, output):
