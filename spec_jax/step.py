@@ -211,7 +211,7 @@ def _cut(
     jnp.where(num >= budget, LENGTH, RUNNING),
   ).astype(jnp.int32)
   live = columns < num[:, None]
-  if before is not None:
+  if states is not None and before is not None:
     last = jnp.maximum(num - 1, 0)[:, None]
     after = jnp.take_along_axis(states, last, 1)[:, 0]
     after = jnp.where(num > 0, after, before)

@@ -1,0 +1,214 @@
+"""Checks that every drafter gives plain decoding's text on the real model.
+
+  python -m experiments.same_text --out=experiments/results/same_text.jsonl
+
+40 prompts x 128 tokens of `tests/golden/greedy.json`, which holds what the
+transformers library decodes for the same weights. Plain ids are compared with
+the library's, and each drafter's ids with plain's, greedy at several draft
+lengths; deterministic drafters also at temperature 1 with the same seed. Where
+two texts part, the gap of the target's two largest logits there is measured
+(for a sampled text: of the two candidates). Exit code 1 if a text parts at a
+gap of 1e-3 or more, or more than 1 prompt in 40 parts.
+"""
+
+from collections.abc import Sequence
+import json
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+import jax.numpy as jnp
+
+from experiments import launch, prompts as prompt_files, results
+import spec_jax
+from spec_jax import Settings
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
+_TREE = (2, 2, 1)
+
+
+def cases() -> list[tuple[str, dict[str, Any]]]:
+  """Returns (name, keyword arguments of `generate`) of each drafter."""
+  found: list[tuple[str, dict[str, Any]]] = []
+  for k in (1, 3, 8):
+    options: dict[str, Any] = {"num_draft": k}
+    found.append(
+      (f"lookup k={k}", {"drafter": "prompt_lookup", "options": options})
+    )
+    for draft, name in ((8, "8 layers"), ("target", "itself")):
+      found.append(
+        (
+          f"{name} k={k}",
+          {"drafter": "vanilla", "draft": draft, "options": options},
+        )
+      )
+  for siblings in ("top_k", "without_replacement"):
+    options = {"tree": _TREE, "siblings": siblings}
+    found.append(
+      (
+        f"8 layers tree {siblings}",
+        {"drafter": "vanilla", "draft": 8, "options": options},
+      )
+    )
+  return found
+
+
+def deterministic(arguments: dict[str, Any]) -> bool:
+  """Tells whether a case's drafts are certain at every temperature."""
+  options = arguments["options"]
+  return (
+    arguments["drafter"] == "prompt_lookup"
+    or options.get("siblings") == "top_k"
+  )
+
+
+def replay_lookup(
+  prompt: Sequence[int], output: Sequence[int], k: int, max_ngram: int = 3
+) -> int:
+  """Counts the steps prompt lookup takes for a text, in plain Python.
+
+  The most recent earlier place of the longest suffix (3, 2, 1 tokens) is
+  copied from, `k` tokens at most and never past the end of the text so far;
+  each step keeps the copied tokens that the text goes on with, and one more.
+  """
+  text, end = list(prompt), len(prompt) + len(output)
+  whole = [*prompt, *output]
+  steps = 0
+  while len(text) < end:
+    guess: list[int] = []
+    for n in range(max_ngram, 0, -1):
+      places = [
+        i
+        for i in range(n, len(text))
+        if len(text) >= n and text[i - n : i] == text[-n:]
+      ]
+      if places:
+        guess = text[places[-1] : places[-1] + k]
+        break
+    guess = guess[: end - len(text) - 1]
+    kept = 0
+    while kept < len(guess) and guess[kept] == whole[len(text) + kept]:
+      kept += 1
+    text = whole[: len(text) + kept + 1]
+    steps += 1
+  return steps
+
+
+def parting(loaded, prompt, ours, theirs) -> dict[str, Any] | None:
+  """Returns where two texts part and the logits' gap there, or None."""
+  if ours == theirs:
+    return None
+  at = next(
+    (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+    min(len(ours), len(theirs)),
+  )
+  if at >= min(len(ours), len(theirs)):
+    return {"position": at, "gap": float("inf"), "tokens": [None, None]}
+  text = jnp.asarray([[*prompt, *ours[:at]]], jnp.int32)
+  positions = jnp.arange(text.shape[1])[None]
+  model = loaded.model
+  logits = model.apply(loaded.params, text, positions, None, None, None).logits[
+    0, -1
+  ]
+  pair = [int(ours[at]), int(theirs[at])]
+  gap = abs(float(logits[pair[0]]) - float(logits[pair[1]]))
+  return {"position": at, "gap": gap, "tokens": pair}
+
+
+def main() -> int:
+  """Runs all cases; returns the exit code."""
+  golden = json.loads(
+    Path(prompt_files.root("tests/golden/greedy.json")).read_text()
+  )
+  loaded = spec_jax.load(_MODEL.value, dtype="float32")
+  prompts = [c["prompt"] for c in golden["completions"]]
+  lines: list[dict[str, Any]] = [
+    {
+      "environment": results.environment(),
+      "model": _MODEL.value,
+      "weights_sha256": spec_jax.hub.weights_hash(loaded),
+      "golden": {k: golden[k] for k in ("transformers", "torch")},
+      "batch": _BATCH.value,
+    }
+  ]
+  failed = False
+
+  def generate(temperature, **arguments):
+    settings = Settings(
+      temperature=temperature, max_new_tokens=golden["max_new_tokens"]
+    )
+    return spec_jax.generate(
+      loaded,
+      prompts,
+      settings=settings,
+      seed=1,
+      batch_size=_BATCH.value,
+      slots=256,
+      **arguments,
+    )
+
+  def compare(name, temperature, out, reference, reference_name):
+    nonlocal failed
+    parted = []
+    for number, theirs in enumerate(reference):
+      found = parting(loaded, prompts[number], out.ids[number], theirs)
+      if found:
+        parted.append({"prompt": number, **found})
+    bad = [p for p in parted if p["gap"] >= 1e-3]
+    if bad or len(parted) > 1:
+      failed = True
+    line = {
+      "case": name,
+      "temperature": temperature,
+      "compared_with": reference_name,
+      "identical": len(prompts) - len(parted),
+      "prompts": len(prompts),
+      "parted": parted,
+      "emitted": out.report["emitted"],
+      "steps": out.report["steps"],
+      "emitted_per_step": out.report["emitted_per_step"],
+      "acceptance_rate": out.report["acceptance_rate"],
+    }
+    lines.append(line)
+    print(json.dumps(line), flush=True)
+    if _OUT.value:
+      text = "".join(json.dumps(x) + "\n" for x in lines)
+      Path(_OUT.value).write_text(text)
+
+  plain = {0.0: generate(0.0)}
+  compare(
+    "plain",
+    0.0,
+    plain[0.0],
+    [c["output"] for c in golden["completions"]],
+    "transformers",
+  )
+  plain[1.0] = generate(1.0)
+  for name, arguments in cases():
+    for temperature in (0.0, 1.0):
+      if temperature and not deterministic(arguments):
+        continue
+      out = generate(temperature, **arguments)
+      reference = plain[temperature].ids
+      compare(name, temperature, out, reference, "plain")
+      if "itself" in name and out.report["acceptance_rate"] != 1.0:
+        failed = True
+      if arguments["drafter"] == "prompt_lookup":
+        k = arguments["options"]["num_draft"]
+        expected = [
+          replay_lookup(p, ids, k)
+          for p, ids in zip(prompts, out.ids, strict=True)
+        ]
+        steps = [c.counts.steps for c in out.completions]
+        same = steps == expected
+        failed = failed or not same
+        lines[-1]["steps_equal_replay"] = same
+        print(f"  steps equal the replay's: {same}", flush=True)
+  print("FAILED" if failed else "all texts are the same")
+  return int(failed)
+
+
+if __name__ == "__main__":
+  launch.run(main)
