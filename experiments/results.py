@@ -117,6 +117,11 @@ class ResultFile:
       raise UserError(f"cannot write {path}: {error.strerror}") from error
 
   def _open(self) -> None:
+    folder = self.path.resolve().parent
+    if not folder.is_dir():
+      raise UserError(f"cannot write {self.path}: {folder} is no folder")
+    if not os.access(folder, os.W_OK):  # the manifest will lie there too
+      raise UserError(f"cannot write {self.path}: {folder} is read-only")
     self._made = not self.path.exists()
     if self.path.is_dir():
       raise UserError(f"cannot write {self.path}: it is a folder")
@@ -137,8 +142,6 @@ class ResultFile:
           whole += len(line)
       with open(self.path, "r+b") as file:
         file.truncate(whole)
-    if not os.access(self.path.resolve().parent, os.W_OK):
-      raise UserError(f"cannot write beside {self.path}")
     self._file = open(self.path, "a", encoding="utf-8")
 
   def _check_same_run(self) -> None:
@@ -150,6 +153,8 @@ class ResultFile:
       manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       raise UserError(problem) from error
+    if not isinstance(manifest, dict):
+      raise UserError(problem)
     if manifest.get("identity") != self._identity:
       raise UserError(problem)
     self.manifest = manifest

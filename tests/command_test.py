@@ -52,7 +52,7 @@ def command(model, monkeypatch, capsys):
   """Runs the command on the tiny model."""
 
   def run(*words):
-    return run_generate(monkeypatch, capsys, f"--config.model={model}", *words)
+    return run_generate(monkeypatch, capsys, *words, f"--config.model={model}")
 
   return run
 
@@ -144,7 +144,7 @@ _MISTAKES = {
     "prompt 0 has 82 tokens; the context is 64",
   ),
   "no prompts": (["--prompts=nowhere.txt"], "cannot read nowhere.txt: No such"),
-  "no folder": (["--out=nowhere/x.jsonl"], "cannot write nowhere/x.jsonl: No"),
+  "no folder": (["--out=nowhere/x.jsonl"], "nowhere is no folder"),
   "chat and prompt": (["--chat", "--prompt=a"], "--chat takes no --prompt"),
   "chat of two": (
     ["--chat", f"{_SAMPLING}num_samples=2"],

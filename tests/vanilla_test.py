@@ -1,0 +1,370 @@
+"""The draft model: its cache, its law, its limits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import drafters, tree as trees
+from spec_jax.drafters import vanilla
+from spec_jax.models import decoder
+from spec_jax.settings import Settings, in_use
+from tests import fakes, laws_test, reference
+from tests.enumeration import Enumerator
+
+V, SLOTS = 13, 128
+ROOMY = Settings(max_new_tokens=200)
+WARM = Settings(temperature=1, max_new_tokens=200)
+HOT = Settings(temperature=1.3, top_k=6, max_new_tokens=200)
+PROMPTS = [[5], [1, 2, 3, 1, 2], [4] * 11, [7, 3]]
+
+# --- the draft's cache ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"num_draft": 3},
+    {"tree": (2, 2, 1), "siblings": "iid"},
+    {"tree": (3, 1), "siblings": "without_replacement"},
+  ],
+  ids=["chain", "tree_iid", "tree_without_replacement"],
+)
+def test_a_draft_that_is_the_target_is_always_accepted(options):
+  """K1, D24: greedy and sampled, to the last step; the cache keeps up."""
+  target = fakes.tiny(V)
+  settings = [ROOMY, WARM, HOT, ROOMY]
+  rig = fakes.Rig(
+    target,
+    "vanilla",
+    draft=target,
+    options=options,
+    slots=SLOTS,
+    use=in_use(settings),
+  )
+  K = rig.drafter.depth
+  state, rounds = rig.start(PROMPTS, settings), 0
+  while not state.done.all():
+    room = np.clip(np.asarray(state.limit - state.length) - 1, 0, K)
+    # After a full acceptance the last draft token has not been read.
+    behind = np.asarray(state.length - state.draft.length)
+    running = ~np.asarray(state.done)
+    expected = 1 if rounds == 0 else 2
+    assert (behind == expected)[running & (room == K)].all()
+    state, info = rig.step(rig.params, state)
+    assert info.num_accepted.tolist() == room.tolist()
+    rounds += 1
+  assert rounds >= 30
+
+
+@functools.cache
+def forced_rig(tree=None):
+  """A noisy draft whose acceptance the test dictates by `noise.residual`."""
+  model, params = fakes.tiny(V, windows=(None, 3))
+  return fakes.Rig(
+    (model, params),
+    "vanilla",
+    draft=(model, fakes.noisy(params)),
+    options={"tree": tree} if tree else {"num_draft": 4},
+    slots=SLOTS,
+    use=fakes.GREEDY,
+    verifier=fakes.forced,
+  )
+
+
+def accept(rig, state, counts):
+  """Steps with so many nodes accepted in each row."""
+  K = rig.drafter.depth
+  residual = (np.asarray(counts) + 0.5) / (K + 1)
+  noise = fakes.noise(rig.drafter, len(counts), residual=residual)
+  return rig.step(rig.params, state, noise)
+
+
+def test_caches_after_each_number_of_accepted_tokens():
+  """K2: the target holds L + 1 + a, the draft the same, and L + k for a = k."""
+  rig, k = forced_rig(), 4
+  state = rig.start([[1] * 6] * 5, ROOMY)
+  L = int(state.target.length[0])
+  assert L == 5
+  after, info = accept(rig, state, range(5))
+  assert info.num_accepted.tolist() == [0, 1, 2, 3, 4]
+  assert after.target.length.tolist() == [L + 1 + a for a in range(5)]
+  expected = [L + 1 + a for a in range(4)] + [L + k]
+  assert after.draft.length.tolist() == expected
+
+
+@pytest.mark.parametrize("tree", [None, (2, 2, 1)], ids=["chain", "tree"])
+def test_caches_of_random_rounds_are_those_of_a_fresh_reading(tree):
+  """K2, K3: target and draft, rings too, after every of 25 rounds."""
+  rig, rng = forced_rig(tree), np.random.default_rng(0)
+  K = rig.drafter.depth
+  state = rig.start(PROMPTS + [[9, 9]], ROOMY)
+  for _ in range(25):
+    counts = rng.choice([0, 0, 1, K, rng.integers(0, K + 1)], 5)
+    state, info = accept(rig, state, counts)
+    assert info.num_accepted.tolist() == counts.tolist()
+    if state.done.any():
+      break
+    texts = [
+      t[:n].tolist()
+      for t, n in zip(
+        np.asarray(state.tokens), np.asarray(state.length), strict=True
+      )
+    ]
+    fresh = rig.start(texts, ROOMY)
+    for mine, other in ((state.target, fresh.target), (state.draft, fresh.draft)):
+      for found, expected in zip(
+        fakes.held(mine), fakes.held(other), strict=True
+      ):
+        common = found.keys() & expected.keys()
+        assert len(common) >= len(found) - 2
+        for at in common:
+          np.testing.assert_allclose(found[at], expected[at], atol=1e-4)
+
+
+def test_a_draft_that_fell_behind_reads_two_tokens_a_step():
+  """A draft's cache emptied at 11 tokens: no drafts for 5 steps, then again."""
+  model, params = fakes.tiny(V)
+  rig = fakes.Rig(
+    (model, params),
+    "vanilla",
+    draft=(model, params),
+    options={"num_draft": 3},
+    slots=SLOTS,
+    use=fakes.GREEDY,
+  )
+  prompts = [[4, 1, 2, 6, 3, 1, 9, 8, 7, 1, 2], [5, 6]]
+  before = rig.start(prompts, Settings(max_new_tokens=30))
+  empty = rig.drafter.init(2)
+  length = jnp.array([0, int(before.draft.length[1])])
+  state = before.replace(
+    draft=before.draft.replace(length=length, k=empty.k, v=before.draft.v)
+  )
+  drafted = []
+  while not state.done.all():
+    state, info = rig.step(rig.params, state)
+    drafted.append(int(info.num_drafted[0]))
+  # Behind by 11, 10, 9, ...: two read and one committed a step. 9 steps.
+  assert drafted[:9] == [0] * 9 and drafted[9] == 3
+  assert fakes.outputs(state) == fakes.outputs(rig.finish(before))
+
+
+@pytest.mark.parametrize("length", [1, 12, 15, 20])
+def test_a_draft_of_shorter_context_stops_drafting(length):
+  """K8: draft context 16, target 64, 40 tokens; text is plain's, counted."""
+  target, draft = fakes.tiny(V), fakes.tiny(V, max_length=16)
+  rig = _short_context_rig()
+  prompts = [[3] * length, [2, 1]]
+  settings = Settings(max_new_tokens=40)
+  state = rig.start(prompts, settings)
+  while not state.done.all():
+    fits = np.asarray(state.length) + 1 <= 16
+    state, info = rig.step(rig.params, state)
+    assert (fits | (np.asarray(info.num_drafted) == 0)).all()
+    assert (np.asarray(state.draft.length) <= 16).all()
+  assert draft[0].config.max_length == 16
+  plain = fakes.Rig(target, slots=64, use=fakes.GREEDY)
+  assert fakes.outputs(state) == _plain(plain, prompts, settings)
+  assert (state.tally.num_drafted[0] > 0) == (length < 16)
+
+
+@functools.cache
+def _short_context_rig():
+  return fakes.Rig(
+    fakes.tiny(V),
+    "vanilla",
+    draft=fakes.tiny(V, max_length=16),
+    options={"num_draft": 3},
+    slots=64,
+    use=fakes.GREEDY,
+  )
+
+
+def _plain(rig, prompts, settings):
+  return rig.texts(prompts, settings)
+
+
+def test_the_draft_is_not_asked_when_it_cannot_help():
+  """T9: calls of the draft: K in a step, n - 1 with n slots left, none for 1."""
+  model, params = fakes.tables(V)
+  calls = []
+
+  def apply(*args, **kwargs):
+    jax.debug.callback(lambda: calls.append(1))
+    return model.apply(*args, **kwargs)
+
+  rig = fakes.Rig(
+    (model, params),
+    "vanilla",
+    draft=(model._replace(apply=apply), params),
+    options={"num_draft": 3},
+    slots=16,
+    use=fakes.GREEDY,
+  )
+  for new, expected in ((9, 3), (3, 2), (2, 1), (1, 0)):
+    state = rig.start([[1]], Settings(max_new_tokens=new))
+    jax.effects_barrier()
+    calls.clear()
+    state, info = rig.step(rig.params, state)
+    jax.effects_barrier()
+    assert (len(calls), int(info.num_tokens[0])) == (expected, expected + 1)
+
+
+# --- the draft's law ------------------------------------------------------------
+
+
+def joint_law(p, q, setting, num_tokens, **options):
+  """Enumerates a target of law `p` and a draft of law `q`, no context."""
+  target, draft = fakes.law_model(p), fakes.law_model(q)
+  drafter = drafters.build("vanilla", target[0], draft[0], slots=8, **options)
+  del drafter
+  settings = [Settings(max_new_tokens=num_tokens, **setting)]
+  rig = fakes.Rig(
+    target,
+    "vanilla",
+    draft=draft,
+    options=options,
+    slots=8,
+    use=in_use(settings),
+    trace=True,
+  )
+  machine = Enumerator(
+    rig.raw_step, rig.params, rig.drafter.num_nodes, rig.drafter.depth
+  )
+  law, _ = machine.joint_law(rig.start([[0]], settings))
+  return law[0].reshape([len(p)] * num_tokens)
+
+
+def test_the_draft_is_warped_like_the_target():
+  """L1: top-2 of both; raw numbers as q would give .5714, .4286."""
+  p, q = [0.5, 0.3, 0.2, 0.0], [0.4, 0.3, 0.2, 0.1]
+  law = joint_law(p, q, {"temperature": 1, "top_k": 2}, 2, num_draft=1)
+  first = [0.625, 0.375, 0, 0]
+  np.testing.assert_allclose(law, np.outer(first, first), atol=1e-6)
+
+
+@pytest.mark.parametrize("roles", ["draft_smaller", "draft_larger"])
+def test_padded_vocabularies_of_two_sizes_work_together(roles):
+  """V1: 10 and 12 rows around 9 real ids; the law is the target's over all."""
+  rng = np.random.default_rng(0)
+  sizes = (12, 10) if roles == "draft_smaller" else (10, 12)
+  p, q = (rng.dirichlet(np.ones(n)) for n in sizes)
+  law = joint_law(p, q, {"temperature": 1}, 2, num_draft=1)
+  assert np.abs(law - np.outer(p, p)).sum() / 2 < 1e-6
+
+
+@pytest.mark.parametrize("siblings", sorted(vanilla.SIBLINGS))
+def test_ids_the_draft_lacks_do_not_break_a_tree(siblings):
+  """V1: draft of 3 ids, target of 5, three siblings of which q has few."""
+  rng = np.random.default_rng(1)
+  p, q = rng.dirichlet(np.ones(5)), np.array([0.7, 0.3, 0.0])
+  law = joint_law(
+    p, q, {"temperature": 1}, 2, tree=(3,), siblings=siblings
+  )
+  assert np.abs(law - np.outer(p, p)).sum() / 2 < 1e-6
+
+
+def test_a_constant_acceptance_gives_the_formulas_mean():
+  """M10: acceptance .8 and k = 4: (1 - .8^5) / .2 = 3.3616 tokens a step.
+
+  The standard deviation of a step is 1.6, so .05 is 4 standard errors of
+  20,000 steps.
+  """
+  rows, rounds = 2000, 10
+  rig = fakes.Rig(
+    fakes.law_model([0.8, 0.2]),
+    "vanilla",
+    draft=fakes.law_model([1.0, 0.0]),
+    slots=SLOTS,
+    use=in_use([WARM]),
+  )
+  state = rig.start([[0]] * rows, WARM, seeds=range(rows))
+  for _ in range(rounds):
+    state, _ = rig.step(rig.params, state)
+  assert not state.done.any()
+  mean = float((state.length - 1).sum()) / (rows * rounds)
+  assert mean == pytest.approx(3.3616, abs=0.05)
+
+
+def test_one_draft_token_is_enough_to_be_exact():
+  """D18, L3: k = 1, the second token drawn after a refusal or acceptance."""
+  p, q = np.array([0.2, 0.5, 0.3]), np.array([0.6, 0.3, 0.1])
+  law = joint_law(p, q, {"temperature": 1}, 3, num_draft=1)
+  expected = reference.joint_law(
+    lambda text: np.log(p), 3, [0], {"temperature": 1}, 3
+  )
+  assert np.abs(law.ravel() - expected).sum() / 2 < 1e-6
+  assert "chain" in laws_test.DRAFTERS
+
+
+# --- building ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_plan_of_a_tree_stays_inside_its_block(seed):
+  """J2: no level is written past the block, every parent is read once."""
+  rng = np.random.default_rng(seed)
+  tree = fakes.random_tree(rng, int(rng.integers(2, 14)))
+  plan = vanilla._make_plan(tree)
+  width = plan.read.shape[1]
+  assert (plan.start[1:] + width <= plan.block_size).all()
+  assert vanilla.CATCH_UP <= plan.block_size
+  parents = set(tree.parents[1:].tolist())
+  assert set(np.flatnonzero(plan.block_index >= 0).tolist()) == parents | {0}
+  read = plan.read[plan.read >= 0].tolist()
+  assert sorted(read) == sorted(parents - {0})
+  children = plan.children[plan.children >= 0].tolist()
+  assert sorted(children) == list(range(1, tree.num_nodes))
+
+
+def test_the_first_layers_share_the_targets_parameters():
+  """D25: two of three layers, then the target's own norm and output matrix."""
+  model, params = fakes.tiny(V, windows=(None, 4, 4))
+  config, short = vanilla.first_layers(model.config, params, 2)
+  assert config.windows == (None, 4) and config.num_layers == 2
+  assert short["head"] is params["head"]
+  tokens = jnp.array([[1, 2, 3, 4, 5, 6, 7]])
+  positions = jnp.arange(7)[None]
+  found = decoder.build(config).apply(short, tokens, positions)
+  tapped = decoder.build(model.config, taps=(2,))
+  hidden = np.asarray(tapped.apply(params, tokens, positions).hidden)[:, :, 0]
+  norm = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
+  expected = norm * np.asarray(params["final_norm"]) @ np.asarray(params["head"])
+  np.testing.assert_allclose(found.logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_layers_the_target_lacks_are_refused(count):
+  """The message holds both numbers."""
+  model, params = fakes.tiny(V)
+  with pytest.raises(ValueError, match=rf"\[1, 2\], got {count}"):
+    vanilla.first_layers(model.config, params, count)
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ({"num_draft": 0}, "num_draft must be at least 1, got 0"),
+    ({"siblings": "twins"}, "'twins'"),
+    ({"draft_temperature": 0.0}, r"above 0, got 0\.0"),
+    ({"tree": (2, 0)}, r"got \[2, 0\]"),
+    ({"tree": ()}, "a node below its root"),
+    ({"tree": trees.chain(0)}, "a node below its root"),
+  ],
+)
+def test_options_out_of_range_are_refused(options, words):
+  """The message holds the value."""
+  model, _ = fakes.tables()
+  with pytest.raises(ValueError, match=words):
+    drafters.build("vanilla", model, model, slots=8, **options)
+
+
+def test_a_missing_draft_model_is_refused():
+  """C3: before anything is compiled."""
+  model, _ = fakes.tables()
+  with pytest.raises(ValueError, match="needs a draft model"):
+    drafters.build("vanilla", model, None, slots=8)
+  assert dataclasses.is_dataclass(Settings)
