@@ -1,4 +1,4 @@
-"""The cache: slots and rings by hand, and logits against forwards from scratch."""
+"""The cache: slots by hand, logits against forwards from scratch."""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
 """Tests of `python -m experiments.generate`: what users type, see and keep."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -16,11 +17,14 @@ from tiny_tokenizer import byte_level_tokenizer
 
 import spec_jax
 from spec_jax import hub, weights
+from spec_jax.models import decoder
 
 # ml_collections reads a configuration file with it.
 pytestmark = pytest.mark.filterwarnings(
   "ignore:.*load_module:DeprecationWarning"
 )
+
+_build = functools.cache(decoder.build)
 
 _ROOT = Path(__file__).resolve().parents[1]
 # One program for most tests below: it is compiled once.
@@ -45,6 +49,12 @@ def unread(monkeypatch):
     raise AssertionError("weights were read")
 
   monkeypatch.setattr(weights, "_fill", fill)
+
+
+@pytest.fixture(autouse=True)
+def _built_once(monkeypatch):
+  """Gives the same functions for the same architecture: programs are kept."""
+  monkeypatch.setattr(decoder, "build", _build)
 
 
 @pytest.fixture
@@ -282,6 +292,7 @@ def test_streamed_text_is_the_recorded_text(command, tmp_path):
     f"--out={out}",
     "--config.sampling.num_samples=2",
     "--config.sampling.temperature=1.0",
+    "--nocompare",
     *_SMALL,
   )
   assert ran.code == 0, ran.err
@@ -351,7 +362,10 @@ def test_stop_strings_cut_the_text(command, tmp_path, model):
   stop = full["text"][3:5]
   at = full["text"].index(stop)
   ran = command(
-    f"--out={cut}", f"--config.sampling.stop_strings=({stop!r},)", *raw
+    f"--out={cut}",
+    f"--config.sampling.stop_strings=({stop!r},)",
+    "--nocompare",
+    *raw,
   )
   assert ran.code == 0, ran.err
   (record,) = _lines(cut)
@@ -359,7 +373,8 @@ def test_stop_strings_cut_the_text(command, tmp_path, model):
   assert sample["text"] == full["text"][:at]
   assert sample["finish_reason"] == "stop_string"
   assert sample["ids"] == full["samples"][0]["ids"][: len(sample["ids"])]
-  assert sample["emitted"] == len(sample["ids"]) and record["identical"]
+  assert sample["emitted"] == len(sample["ids"]) < 12
+  assert record["identical"] is None
   assert f"\n>>> abc\n{sample['text']}\n" in ran.out
 
 
@@ -370,7 +385,7 @@ def test_a_line_holds_text_ids_counts_and_identical(command, tmp_path):
   """Each prompt is one line, in order; greedy texts are identical."""
   out = tmp_path / "x.jsonl"
   prompts = [f"--prompt={c}" for c in "abcdef"]
-  ran = command(f"--out={out}", "--config.logprobs=raw", *prompts, *_SMALL)
+  ran = command(f"--out={out}", *prompts, *_SMALL)
   assert ran.code == 0, ran.err
   assert f"6 of 6 prompts in {out}\n" in ran.out
   lines = _lines(out)
@@ -380,8 +395,7 @@ def test_a_line_holds_text_ids_counts_and_identical(command, tmp_path):
     (sample,) = line["samples"]
     assert line["identical"] is True and line["text"] == sample["text"]
     assert words.decode(sample["ids"], skip_special_tokens=True) == line["text"]
-    assert len(sample["ids"]) == len(sample["logprobs"]) == sample["emitted"]
-    assert all(x <= 0 for x in sample["logprobs"])
+    assert len(sample["ids"]) == sample["emitted"] == 12
     # One token a step beside the accepted ones; the limit may cut one.
     assert 0 <= sample["steps"] + sample["accepted"] - sample["emitted"] <= 1
 
@@ -424,7 +438,7 @@ def test_the_manifest_says_what_the_numbers_depend_on(command, tmp_path, model):
 def _prompt_file(folder, count=7):
   """Writes a file of prompts and returns its flag."""
   file = folder / "prompts.jsonl"
-  texts = [f"prompt {i} " + "xy " * i for i in range(count)]
+  texts = [f"prompt {i} " + "xy " * (i % 9) for i in range(count)]
   file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
   return f"--prompts={file}"
 
@@ -522,8 +536,10 @@ def test_a_trace_adds_up(command, tmp_path):
     "--trace",
     "--prompt=a",
     f"--out={out}",
+    "--nocompare",
     _VANILLA,
     "--config.drafter.draft=1",
+    "--config.logprobs=raw",
     "--config.sampling.temperature=1.0",
     "--config.sampling.num_samples=2",
     *_SMALL,
@@ -532,6 +548,7 @@ def test_a_trace_adds_up(command, tmp_path):
   refused = 0
   for sample in _lines(out)[0]["samples"]:
     steps = sample["trace"]
+    assert len(sample["logprobs"]) == 12 and max(sample["logprobs"]) <= 0
     assert len(steps) == sample["steps"]
     assert [i for s in steps for i in s["ids"]] == sample["ids"]
     assert sum(len(s["drafted"]) for s in steps) == sample["drafted"]
@@ -595,20 +612,26 @@ def test_a_second_turn_continues_the_state(command, monkeypatch, model):
   ran = _talk(command, monkeypatch, "Hello", "", "And you?")
   assert ran.code == 0, ran.err
   (first, read_1), (second, read_2) = _replies(ran.out)
-  loaded = spec_jax.load(model)
-  settings = spec_jax.Settings(max_new_tokens=12)
+  run = functools.partial(
+    spec_jax.generate,
+    spec_jax.load(model),
+    settings=spec_jax.Settings(max_new_tokens=12),
+    slots=256,
+    seed=0,
+  )
   talk = [{"role": "user", "content": "Hello"}]
-  fresh = spec_jax.generate(loaded, talk, settings=settings, slots=256, seed=0)
+  fresh = run(talk)
   assert fresh.texts == [first]
+  assert read_1 == len(fresh.completions[0].prompt_ids)
   talk += [
     {"role": "assistant", "content": first},
     {"role": "user", "content": "And you?"},
   ]
-  fresh = spec_jax.generate(loaded, talk, settings=settings, slots=256, seed=0)
+  fresh = run(talk)
   assert fresh.texts == [second]
+  # Held: the first prompt and its 12 tokens but the last one.
   whole = len(fresh.completions[0].prompt_ids)
-  assert read_1 == 30
-  assert read_2 in (whole, whole - read_1 - 12 + 1)
+  assert read_2 == whole - (read_1 + 11)
 
 
 def test_reset_forgets_and_quit_leaves(command, monkeypatch):

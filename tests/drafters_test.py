@@ -77,8 +77,7 @@ def run_rows(key, rows, others=3):
   spare = [r for r in range(4) if r not in rows][: 4 - len(rows)]
   order = [*rows, *spare]
   settings = [
-    SETTINGS[r] if r in rows else Settings(max_new_tokens=others)
-    for r in order
+    SETTINGS[r] if r in rows else Settings(max_new_tokens=others) for r in order
   ]
   rig = rig_of(key)
   prompts = [PROMPTS[r] if r in rows else [others] for r in order]
@@ -89,9 +88,11 @@ def run_rows(key, rows, others=3):
 _take = jax.jit(rows_lib.take_rows)
 _put = jax.jit(rows_lib.put_rows)
 _forward = jax.jit(
-  lambda params, tokens: fakes.tiny(V)[0]
-  .apply(params, tokens, jnp.arange(SLOTS)[None] + 0 * tokens)
-  .logits
+  lambda params, tokens: (
+    fakes.tiny(V)[0]
+    .apply(params, tokens, jnp.arange(SLOTS)[None] + 0 * tokens)
+    .logits
+  )
 )
 every = pytest.mark.parametrize("key", CASES)
 
@@ -212,6 +213,25 @@ def test_a_rows_text_depends_on_its_seed_alone(key):
   assert run_rows(key, order) == [expected[r] for r in order]
   for row in range(4):
     assert run_rows(key, [row]) == [expected[row]]
+
+
+@pytest.mark.parametrize("key", ["prompt_lookup", "vanilla-tree_iid"])
+def test_a_batch_of_one_gives_what_a_batch_of_three_gives(key):
+  """B1, B8: other array shapes, prompts of 3 and 9 tokens, to the token."""
+  settings = [Settings(temperature=t, max_new_tokens=9) for t in (0, 1, 0.8)]
+  prompts = [[1, 2, 3], [4, 5, 4] * 3, [6]]
+  model, params = fakes.tables(V, period=4)
+  rig = fakes.rig_of(
+    CASES[key],
+    (model, params),
+    (model, fakes.noisy(params)),
+    slots=SLOTS,
+    use=in_use(settings),
+  )
+  together = rig.texts(prompts, settings, seeds=SEEDS[:3])
+  for i in range(3):
+    alone = rig.texts([prompts[i]], settings[i], seeds=[SEEDS[i]])
+    assert alone == [together[i]]
 
 
 @every

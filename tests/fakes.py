@@ -358,8 +358,7 @@ def cases() -> dict[str, Case]:
   for name in drafters.names():
     for label, options in {"": {}, **_VARIANTS.get(name, {})}.items():
       deterministic = (
-        name in ("none", "prompt_lookup")
-        or options.get("siblings") == "top_k"
+        name in ("none", "prompt_lookup") or options.get("siblings") == "top_k"
       )
       key = f"{name}-{label}" if label else name
       found[key] = Case(name, options, deterministic)
@@ -428,5 +427,3 @@ def same(a, b) -> bool:
 
   equal = jax.tree.map(lambda x, y: np.array_equal(plain(x), plain(y)), a, b)
   return all(jax.tree.leaves(equal))
-
-

@@ -119,9 +119,7 @@ def test_a_greedy_row_takes_the_first_of_equals():
 def test_a_temperature_raises_probabilities_to_a_power():
   """Temperature 1/2 squares: 25, 9, 2.25 and .25 of 36.5."""
   expected = np.array([25, 9, 2.25, 0.25]) / 36.5
-  np.testing.assert_allclose(
-    law_of(FOUR, temperature=0.5), expected, rtol=1e-5
-  )
+  np.testing.assert_allclose(law_of(FOUR, temperature=0.5), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6, 1e30])
@@ -333,4 +331,6 @@ def test_noise_of_a_row_depends_on_its_key_and_length_alone():
   )
   first, other = pick([0, 1, 2]), pick([2, 0, 1])
   assert isinstance(first, Noise)
-  assert fakes.same(jax.tree.map(lambda x: x[jnp.array([2, 0, 1])], first), other)
+  assert fakes.same(
+    jax.tree.map(lambda x: x[jnp.array([2, 0, 1])], first), other
+  )

@@ -1,14 +1,13 @@
-"""One step: stops, limits, positions, counts and noise, on scripted models."""
+"""One step: stops, limits, positions and counts, on scripted models."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import rows as rows_lib, sampling, tree as trees
+from spec_jax import step as steps, tree as trees
 from spec_jax.base import LENGTH, STOP_ID, STOP_STRING
 from spec_jax.drafters import names
 from spec_jax.metrics import Counts
@@ -263,131 +262,87 @@ def test_laws_along_a_path_count_the_tokens_before_them():
   assert fakes.outputs(after) == [[3, 3, 5]] * 2
   laws = np.asarray(info.laws)
   logits = np.log(laws[:, :, 3] / laws[:, :, 0])
-  np.testing.assert_allclose(
-    logits, [[2, 1, 1], [2, 1.5, 1]], rtol=1e-5
-  )
+  np.testing.assert_allclose(logits, [[2, 1, 1], [2, 1.5, 1]], rtol=1e-5)
   _, info = rig.step(rig.params, after)
   logits = np.log(np.asarray(info.laws[1, 0]) / info.laws[1, 0, 0])
   np.testing.assert_allclose(logits, [0, 0, 0, 1, 0, -0.5], atol=1e-5)
 
 
-# --- randomness ------------------------------------------------------------------
+# --- the loop and the state ------------------------------------------------------
 
 
-def record(draw_noise, nodes, depth):
-  """Makes a function of lengths `[B]` that says where each number came from.
-
-  Keys are replaced by paths: (row, purpose, count) instead of a uniform.
-  """
-
-  def fold_in(path, x):
-    return jnp.concatenate([path, jnp.reshape(x, (1,))])
-
-  def uniform(path, shape):
-    return jnp.broadcast_to(path, (*shape, 3))
-
-  @jax.jit
-  def run(lengths):
-    rows = jnp.arange(len(lengths), dtype=jnp.int32)[:, None]
-    with (
-      mock.patch.object(jax.random, "fold_in", fold_in),
-      mock.patch.object(jax.random, "uniform", uniform),
-    ):
-      return draw_noise(rows, lengths, nodes, depth)
-
-  return run
+def test_the_loop_stops_at_its_steps_or_when_enough_rows_are_done():
+  """Rows of 3, 9 and 14 tokens, 5 a step; steps are counted."""
+  rig = set_text(rig_of(True), TEXT, 12)
+  news = [3, 9, 14] + [14] * 9
+  state = rig.start([[0]] * 12, [Settings(max_new_tokens=n) for n in news])
+  decode = jax.jit(functools.partial(steps.decode, rig.raw_step))
+  for limit, until, taken, lengths in (
+    (99, 1, 1, [4, 6, 6]),
+    (99, 2, 2, [4, 10, 11]),
+    (2, 12, 2, [4, 10, 11]),
+    (99, 12, 3, [4, 10, 15]),
+    (0, 12, 0, [1, 1, 1]),
+  ):
+    counts = jnp.int32(limit), jnp.int32(until)
+    after, number = decode(rig.params, state, *counts)
+    assert int(number) == taken
+    assert after.length[:3].tolist() == lengths
+  assert decode._cache_size() == 1
 
 
-def by_position(keys, length, nodes, depth):
-  """The planted fault: acceptance noise belongs to a position."""
-  good = sampling.draw_noise(keys, length, nodes, depth)
-
-  def row(key, length):
-    def one(position):
-      folded = jax.random.fold_in(jax.random.fold_in(key, 1), position)
-      return jax.random.uniform(folded, ())
-
-    return jax.vmap(one)(length + jnp.arange(nodes))
-
-  return good.replace(accept=jax.vmap(row)(keys, length))
-
-
-def test_no_random_stream_is_used_twice():
-  """D8: draft, acceptance and residual streams are drawn once, plain used once.
-
-  Rows of several lengths and settings over a whole decode; noise that belongs
-  to a position is seen to be drawn twice.
-  """
-  settings = [
-    Settings(temperature=t, max_new_tokens=25) for t in (1, 1.5, 0, 0.7)
-  ]
-  model, params = fakes.tables(V, period=5)
-  rig = fakes.Rig(
-    (model, params),
-    "vanilla",
-    draft=(model, fakes.noisy(params, size=0.5)),
-    options={"tree": (2, 1)},
-    slots=SLOTS,
-    use=in_use(settings),
-    trace=True,
+def test_a_donated_state_is_used_up_without_a_warning():
+  """J4: every buffer is taken over; a second use of the state is an error."""
+  rig = small_rig()
+  rig.params["draft"] = jnp.full((2, 16, K + 1), 5)
+  expected = rig.texts([[1, 2], [3]], Settings(max_new_tokens=9))
+  state = rig.start([[1, 2], [3]], Settings(max_new_tokens=9))
+  # A buffer that two leaves share cannot be given away twice.
+  state = jax.tree.map(lambda x: x.copy(), state)
+  decode = jax.jit(
+    functools.partial(steps.decode, rig.raw_step), donate_argnums=1
   )
-  depth = rig.drafter.depth
-  recorders = [
-    record(function, rig.drafter.num_nodes, depth)
-    for function in (sampling.draw_noise, by_position)
+  counts = jnp.int32(99), jnp.int32(2)
+  after, _ = decode(rig.params, state, *counts)
+  assert fakes.outputs(after) == expected
+  assert all(x.is_deleted() for x in jax.tree.leaves(state.target))
+  with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+    decode(rig.params, state, *counts)
+
+
+def test_a_drafter_is_told_what_was_kept():
+  """Invariant 7: paths and counts are cut by the stop and by the limit."""
+  drafter = fakes.scripted_drafter(trees.chain(K))
+  drafter = drafter._replace(
+    init=lambda batch: jnp.full((batch, K + 3), -7),
+    update=lambda params, state, draft, verdict, output: jnp.concatenate(
+      [
+        verdict.path,
+        verdict.num_tokens[:, None],
+        verdict.num_accepted[:, None],
+      ],
+      1,
+    ),
+  )
+  rig = fakes.Rig(
+    fakes.scripted(TEXT, V), drafter, slots=SLOTS, use=fakes.GREEDY
+  )
+  set_text(rig, TEXT, 4)
+  settings = [
+    Settings(max_new_tokens=20),
+    Settings(max_new_tokens=20, stop_ids=(2,)),
+    Settings(max_new_tokens=3),
+    Settings(max_new_tokens=1),
   ]
-  drawn, plain, refused = ([], []), [], 0
-  state = rig.start([[1], [2, 3, 4], [5], [6, 7]], settings)
-  while not state.done.all():
-    going = np.flatnonzero(~np.asarray(state.done))
-    for recorder, found in zip(recorders, drawn, strict=True):
-      noise = jax.tree.map(np.asarray, recorder(state.length))
-      for x in (noise.draft, noise.accept, noise.residual):
-        for row in going:  # One stream may fill an array; many may, too.
-          found += {tuple(p) for p in x[row].reshape(-1, 3).tolist()}
-    noise = jax.tree.map(np.asarray, recorders[0](state.length))
-    state, info = rig.step(rig.params, state)
-    used = np.asarray(info.verdict.plain)
-    used = used & (np.arange(depth + 1) < np.asarray(info.num_tokens)[:, None])
-    plain += [tuple(noise.plain[at].tolist()) for at in zip(*np.nonzero(used))]
-    refused += int((info.num_accepted < depth).sum())
-  assert refused > 20 and len(plain) > 20
-  every = drawn[0] + plain
-  assert len(every) == len(set(every))
-  assert len(drawn[1]) > len(set(drawn[1]))
-
-
-def test_a_step_draws_nothing_but_its_noise():
-  """Other keys with the same noise give the same tokens."""
-  settings = Settings(temperature=30, max_new_tokens=9)
-  rig = fakes.Rig(fakes.tables(V), slots=SLOTS, use=in_use([settings]))
-  state = rig.start([[0]] * 2, settings)
-  noise = fakes.noise(rig.drafter, 2, plain=0.3)
-  other = state.replace(keys=jax.random.split(jax.random.key(9), 2))
-  a, b = (rig.step(rig.params, s, noise)[0] for s in (state, other))
-  assert fakes.same(a.replace(keys=()), b.replace(keys=()))
-
-
-def test_a_seed_gives_its_own_text_and_steps_differ():
-  """M7: 30 uniform draws are neither all equal nor those of another seed."""
-  model, _ = fakes.tables(V, period=1)
-  settings = Settings(temperature=1, max_new_tokens=30)
-  params = {"table": jnp.zeros((1, V, V))}
-  rig = fakes.Rig((model, params), slots=SLOTS, use=in_use([settings]))
-  a, b, c = rig.texts([[0]] * 3, settings, seeds=[1, 2, 1])
-  assert a == c != b
-  assert len(set(a)) > 5
-
-
-def test_rows_are_taken_and_put_on_the_axis_of_rows():
-  """A stacked cache has rows second; a row number past the batch is dropped."""
-  old = {"a": jnp.zeros((3, 2)), "stacked": jnp.zeros((4, 3, 1, 1, 1))}
-  new = {"a": jnp.ones((2, 2)), "stacked": jnp.ones((4, 2, 1, 1, 1))}
-  put = rows_lib.put_rows(old, new, jnp.array([2, 3]))
-  assert put["a"].tolist() == [[0, 0], [0, 0], [1, 1]]
-  assert put["stacked"][:, :, 0, 0, 0].tolist() == [[0, 0, 1]] * 4
-  taken = rows_lib.take_rows(put, jnp.array([2, 2]))
-  assert fakes.same(taken, new)
+  state, _ = rig.step(rig.params, rig.start([[0]] * 4, settings))
+  assert state.draft.tolist() == [
+    [0, 1, 2, 3, 4, 5, 4],
+    [0, 1, -1, -1, -1, 2, 2],
+    [0, 1, 2, -1, -1, 3, 2],
+    [0, -1, -1, -1, -1, 1, 0],
+  ]
+  state, _ = rig.step(rig.params, state)
+  assert state.draft[1].tolist() == [-1] * 5 + [0, 0]  # A done row.
 
 
 def test_an_unknown_kind_of_logprobs_is_refused():

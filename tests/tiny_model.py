@@ -1,4 +1,4 @@
-"""One tiny model folder that the command and the notebook load by path."""
+"""One tiny model folder that commands and notebooks load by path."""
 
 from pathlib import Path
 
@@ -7,12 +7,15 @@ from tiny_tokenizer import byte_level_tokenizer
 
 # Room for the command's own prompts: one token a byte, nearly.
 CONTEXT = 640
+# Ids 0 .. 63 are the bytes "!" .. "`".
+_SPOKEN = 64
 
 
 def tiny_model(folder: Path, *, seed: int = 0, **change) -> Path:
   """Writes a Llama of 2 layers and 300 ids with a chat tokenizer.
 
-  Weights are large enough that greedy text is not one token for ever.
+  Its text is varied and printable, never a stop id, and no two tokens of it
+  merge into another one: all other ids have logit 0, far below the largest.
 
   Args:
     folder: made if it is not there.
@@ -23,6 +26,9 @@ def tiny_model(folder: Path, *, seed: int = 0, **change) -> Path:
     `folder`.
   """
   config = LLAMA | {"max_position_embeddings": CONTEXT} | change
-  write_folder(folder, config, llama_tensors(config, seed))
+  tensors = llama_tensors(config, seed)
+  tensors["lm_head.weight"] *= 8  # laws with a few likely tokens
+  tensors["lm_head.weight"][_SPOKEN:] = 0
+  write_folder(folder, config, tensors)
   byte_level_tokenizer().save_pretrained(folder)
   return folder

@@ -1,6 +1,5 @@
 """The draft model: its cache, its law, its limits."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ from spec_jax import drafters, tree as trees
 from spec_jax.drafters import vanilla
 from spec_jax.models import decoder
 from spec_jax.settings import Settings, in_use
-from tests import fakes, laws_test, reference
+from tests import fakes
 from tests.enumeration import Enumerator
 
 V, SLOTS = 13, 128
@@ -29,9 +28,8 @@ PROMPTS = [[5], [1, 2, 3, 1, 2], [4] * 11, [7, 3]]
   [
     {"num_draft": 3},
     {"tree": (2, 2, 1), "siblings": "iid"},
-    {"tree": (3, 1), "siblings": "without_replacement"},
   ],
-  ids=["chain", "tree_iid", "tree_without_replacement"],
+  ids=["chain", "tree"],
 )
 def test_a_draft_that_is_the_target_is_always_accepted(options):
   """K1, D24: greedy and sampled, to the last step; the cache keeps up."""
@@ -115,7 +113,10 @@ def test_caches_of_random_rounds_are_those_of_a_fresh_reading(tree):
       )
     ]
     fresh = rig.start(texts, ROOMY)
-    for mine, other in ((state.target, fresh.target), (state.draft, fresh.draft)):
+    for mine, other in (
+      (state.target, fresh.target),
+      (state.draft, fresh.draft),
+    ):
       for found, expected in zip(
         fakes.held(mine), fakes.held(other), strict=True
       ):
@@ -152,39 +153,28 @@ def test_a_draft_that_fell_behind_reads_two_tokens_a_step():
   assert fakes.outputs(state) == fakes.outputs(rig.finish(before))
 
 
-@pytest.mark.parametrize("length", [1, 12, 15, 20])
-def test_a_draft_of_shorter_context_stops_drafting(length):
-  """K8: draft context 16, target 64, 40 tokens; text is plain's, counted."""
-  target, draft = fakes.tiny(V), fakes.tiny(V, max_length=16)
-  rig = _short_context_rig()
-  prompts = [[3] * length, [2, 1]]
-  settings = Settings(max_new_tokens=40)
-  state = rig.start(prompts, settings)
-  while not state.done.all():
-    fits = np.asarray(state.length) + 1 <= 16
-    state, info = rig.step(rig.params, state)
-    assert (fits | (np.asarray(info.num_drafted) == 0)).all()
-    assert (np.asarray(state.draft.length) <= 16).all()
-  assert draft[0].config.max_length == 16
-  plain = fakes.Rig(target, slots=64, use=fakes.GREEDY)
-  assert fakes.outputs(state) == _plain(plain, prompts, settings)
-  assert (state.tally.num_drafted[0] > 0) == (length < 16)
-
-
-@functools.cache
-def _short_context_rig():
-  return fakes.Rig(
-    fakes.tiny(V),
+def test_a_draft_of_shorter_context_stops_drafting():
+  """K8, K16: draft context 16, target 64, 40 tokens; text is plain's, counted."""
+  prompts = [[2], [3, 1] * 6, [3] * 16, [4, 5] * 10]
+  settings, target = Settings(max_new_tokens=40), fakes.tiny(V)
+  rig = fakes.Rig(
+    target,
     "vanilla",
-    draft=fakes.tiny(V, max_length=16),
+    draft=fakes.tiny(V, max_length=16),  # The same weights.
     options={"num_draft": 3},
     slots=64,
     use=fakes.GREEDY,
   )
-
-
-def _plain(rig, prompts, settings):
-  return rig.texts(prompts, settings)
+  state = rig.start(prompts, settings)
+  while not state.done.all():
+    fits = np.asarray(state.length) < 16
+    state, info = rig.step(rig.params, state)
+    assert (fits | (np.asarray(info.num_drafted) == 0)).all()
+    assert (np.asarray(state.draft.length) <= 16).all()
+  plain = fakes.Rig(target, slots=64, use=fakes.GREEDY)
+  assert fakes.outputs(state) == plain.texts(prompts, settings)
+  # Three tokens a step at lengths 1, 5 and 9, at 12, and never.
+  assert state.tally.num_accepted.tolist() == [12, 3, 0, 0]
 
 
 def test_the_draft_is_not_asked_when_it_cannot_help():
@@ -218,14 +208,11 @@ def test_the_draft_is_not_asked_when_it_cannot_help():
 
 def joint_law(p, q, setting, num_tokens, **options):
   """Enumerates a target of law `p` and a draft of law `q`, no context."""
-  target, draft = fakes.law_model(p), fakes.law_model(q)
-  drafter = drafters.build("vanilla", target[0], draft[0], slots=8, **options)
-  del drafter
   settings = [Settings(max_new_tokens=num_tokens, **setting)]
   rig = fakes.Rig(
-    target,
+    fakes.law_model(p),
     "vanilla",
-    draft=draft,
+    draft=fakes.law_model(q),
     options=options,
     slots=8,
     use=in_use(settings),
@@ -234,6 +221,7 @@ def joint_law(p, q, setting, num_tokens, **options):
   machine = Enumerator(
     rig.raw_step, rig.params, rig.drafter.num_nodes, rig.drafter.depth
   )
+  machine.step = rig.step
   law, _ = machine.joint_law(rig.start([[0]], settings))
   return law[0].reshape([len(p)] * num_tokens)
 
@@ -261,9 +249,7 @@ def test_ids_the_draft_lacks_do_not_break_a_tree(siblings):
   """V1: draft of 3 ids, target of 5, three siblings of which q has few."""
   rng = np.random.default_rng(1)
   p, q = rng.dirichlet(np.ones(5)), np.array([0.7, 0.3, 0.0])
-  law = joint_law(
-    p, q, {"temperature": 1}, 2, tree=(3,), siblings=siblings
-  )
+  law = joint_law(p, q, {"temperature": 1}, 2, tree=(3,), siblings=siblings)
   assert np.abs(law - np.outer(p, p)).sum() / 2 < 1e-6
 
 
@@ -287,17 +273,6 @@ def test_a_constant_acceptance_gives_the_formulas_mean():
   assert not state.done.any()
   mean = float((state.length - 1).sum()) / (rows * rounds)
   assert mean == pytest.approx(3.3616, abs=0.05)
-
-
-def test_one_draft_token_is_enough_to_be_exact():
-  """D18, L3: k = 1, the second token drawn after a refusal or acceptance."""
-  p, q = np.array([0.2, 0.5, 0.3]), np.array([0.6, 0.3, 0.1])
-  law = joint_law(p, q, {"temperature": 1}, 3, num_draft=1)
-  expected = reference.joint_law(
-    lambda text: np.log(p), 3, [0], {"temperature": 1}, 3
-  )
-  assert np.abs(law.ravel() - expected).sum() / 2 < 1e-6
-  assert "chain" in laws_test.DRAFTERS
 
 
 # --- building ---------------------------------------------------------------------
@@ -328,11 +303,13 @@ def test_the_first_layers_share_the_targets_parameters():
   assert short["head"] is params["head"]
   tokens = jnp.array([[1, 2, 3, 4, 5, 6, 7]])
   positions = jnp.arange(7)[None]
-  found = decoder.build(config).apply(short, tokens, positions)
-  tapped = decoder.build(model.config, taps=(2,))
-  hidden = np.asarray(tapped.apply(params, tokens, positions).hidden)[:, :, 0]
+  found = jax.jit(decoder.build(config).apply)(short, tokens, positions)
+  tapped = jax.jit(decoder.build(model.config, taps=(2,)).apply)
+  hidden = np.asarray(tapped(params, tokens, positions).hidden)[:, :, 0]
   norm = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
-  expected = norm * np.asarray(params["final_norm"]) @ np.asarray(params["head"])
+  expected = (
+    norm * np.asarray(params["final_norm"]) @ np.asarray(params["head"])
+  )
   np.testing.assert_allclose(found.logits, expected, atol=1e-4)
 
 
@@ -367,4 +344,3 @@ def test_a_missing_draft_model_is_refused():
   model, _ = fakes.tables()
   with pytest.raises(ValueError, match="needs a draft model"):
     drafters.build("vanilla", model, None, slots=8)
-  assert dataclasses.is_dataclass(Settings)

@@ -219,7 +219,9 @@ def first_two_law(kinds, *, acceptable=None, q_root=None, seed=0):
   verdict = decide(draft, laws, accept=accept)
   chance = np.asarray(verdict.accept_prob, np.float64)
   for i in range(1, N):
-    weights = weights * np.where(accept[:, i] == 0, chance[:, i], 1 - chance[:, i])
+    weights = weights * np.where(
+      accept[:, i] == 0, chance[:, i], 1 - chance[:, i]
+    )
   law = np.zeros((V, V))
   path, num = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
   residual = np.asarray(verdict.residual, np.float64)

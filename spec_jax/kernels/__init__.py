@@ -1,0 +1,29 @@
+"""Matrix products of our own, where XLA's cost too much."""
+
+from spec_jax.kernels.build import KernelError, choose, why_not
+from spec_jax.kernels.skinny_matmul import (
+  WEIGHTS,
+  Packed,
+  make_packer,
+  matmul,
+  matmuls,
+  pack,
+  pack_params,
+  take_columns,
+  unpack,
+)
+
+__all__ = [
+  "WEIGHTS",
+  "KernelError",
+  "Packed",
+  "choose",
+  "make_packer",
+  "matmul",
+  "matmuls",
+  "pack",
+  "pack_params",
+  "take_columns",
+  "unpack",
+  "why_not",
+]
