@@ -240,17 +240,39 @@ def draw_noise(keys_B: Array, length_B: Array, nodes: int, depth: int) -> Noise:
     Noise.
   """
 
-  def row(key, length):
-    def stream(purpose, count, shape):
-      folded = jax.random.fold_in(jax.random.fold_in(key, purpose), count)
-      return jax.random.uniform(folded, shape)
+  # One batch of streams: each call of a generator is hundreds of operations
+  # to compile. Partitionable: then the first of N uniforms does not depend on
+  # N, so plain draws are the same under every drafter.
+  purposes = jnp.array([_DRAFT, _ACCEPT, _RESIDUAL] + [_PLAIN] * (depth + 1))
+  offsets = jnp.array([0, 0, 0, *range(depth + 1)])
 
-    plain = jax.vmap(lambda i: stream(_PLAIN, i, ()))
-    return Noise(
-      draft=stream(_DRAFT, length, (nodes,)),
-      accept=stream(_ACCEPT, length, (nodes,)),
-      residual=stream(_RESIDUAL, length, ()),
-      plain=plain(length + jnp.arange(depth + 1)),
+  def stream(key, length, purpose, offset):
+    folded = jax.random.fold_in(
+      jax.random.fold_in(key, purpose), length + offset
     )
+    return jax.random.uniform(folded, (nodes,))
 
-  return jax.vmap(row)(keys_B, length_B)
+  def row(key, length):
+    return jax.vmap(stream, (None, None, 0, 0))(key, length, purposes, offsets)
+
+  with jax.threefry_partitionable(True):
+    uniforms = jax.vmap(row)(keys_B, length_B)
+  return Noise(
+    draft=uniforms[:, 0],
+    accept=uniforms[:, 1],
+    residual=uniforms[:, 2, 0],
+    plain=uniforms[:, 3:, 0],
+  )
+
+
+def no_noise(batch: int, nodes: int, depth: int) -> Noise:
+  """Returns zeros, for rows that are all greedy.
+
+  Their laws are point masses, from which every uniform draws the same token.
+  """
+  return Noise(
+    draft=jnp.zeros((batch, nodes)),
+    accept=jnp.zeros((batch, nodes)),
+    residual=jnp.zeros((batch,)),
+    plain=jnp.zeros((batch, depth + 1)),
+  )

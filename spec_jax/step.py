@@ -32,7 +32,13 @@ from spec_jax.base import (
   Verdict,
 )
 from spec_jax.cache import commit, empty_block
-from spec_jax.sampling import add_counts, draw_noise, path_counts, warp
+from spec_jax.sampling import (
+  add_counts,
+  draw_noise,
+  no_noise,
+  path_counts,
+  warp,
+)
 from spec_jax.verify import verify
 
 
@@ -79,7 +85,10 @@ def make_step(
 
   def spec_step(params, state: SpecState, noise=None):
     if noise is None:
-      noise = draw_noise(state.keys, state.length, N, K)
+      if state.sampling.temperature is None:
+        noise = no_noise(state.length.shape[0], N, K)
+      else:
+        noise = draw_noise(state.keys, state.length, N, K)
     counts = _context_counts(state)
 
     # Draft.

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import drafters, rows as rows_lib, step as steps
-from spec_jax.base import DETERMINISTIC, IID
+from spec_jax import drafters, rows as rows_lib
+from spec_jax.base import DETERMINISTIC, IID, LENGTH, STOP_ID
 from spec_jax.settings import Settings, in_use
 from tests import fakes, laws_test, reference
 
@@ -36,7 +36,7 @@ SETTINGS = [
     repetition_penalty=1.3,
     frequency_penalty=0.2,
     min_new_tokens=7,
-    stop_ids=(1, 2),
+    stop_ids=(7, 6),
     max_new_tokens=NEW,
   ),
 ]
@@ -106,6 +106,8 @@ def test_greedy_and_deterministic_texts_are_plains(key):
   for row, settings in enumerate(SETTINGS):
     if CASES[key].deterministic or settings.temperature == 0:
       assert found[row] == expected[row], row
+  assert state.finish_reason.tolist() == [LENGTH] * 3 + [STOP_ID]
+  assert len(found[3]) >= 7  # Not before the minimum.
   if key != "none":  # Else the test says nothing.
     accepted = int(state.tally.num_accepted.sum())
     assert 0 < accepted < int(state.tally.num_drafted.sum())
@@ -251,7 +253,7 @@ def test_a_refilled_row_is_as_alone(key):
     seeds=[SEEDS[r] for r in order],
   )
   rows = jnp.array([2, 4, 4, 4])  # One prompt for row 2; the rest left out.
-  with mock.patch.object(steps, "put_rows", _put):
+  with mock.patch.object(rows_lib, "put_rows", _put):
     refilled = rows_lib.make_refill(rig.init)(rig.params, state, request, rows)
   state = rig.finish(refilled)
   found = fakes.outputs(state)

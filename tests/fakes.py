@@ -22,7 +22,6 @@ from spec_jax.base import (
   Drafter,
   Noise,
   Stops,
-  Verdict,
 )
 from spec_jax.cache import slot_positions
 from spec_jax.drafting import root_token, static_tree
@@ -52,7 +51,7 @@ GREEDY: frozenset[str] = frozenset()  # Compiles in a third of the time.
 _NOISE = 0.25
 
 
-def tiny(vocab=13, *, windows=(None, 4), max_length=256, seed=0):
+def tiny(vocab=13, *, windows=(None, 4), max_length=256, seed=5):
   """Returns (model, params) of a decoder whose layers have these windows."""
   config = decoder.DecoderConfig(
     vocab_size=vocab,
@@ -81,8 +80,13 @@ def _seeded(model, seed):
     return jnp.asarray(values * np.float32(x.shape[0] ** -0.5))
 
   params = jax.tree.map(draw, shapes)
-  # Sharper than at random: laws that differ visibly from position to position.
-  return model, params | {"head": params["head"] * 3}
+  # Sharper than at random, else greedy text is one token for ever and a wrong
+  # key goes unseen.
+  layers = [
+    layer | {name: layer[name] * 3 for name in ("wq", "wo")}
+    for layer in params["layers"]
+  ]
+  return model, params | {"head": params["head"] * 3, "layers": tuple(layers)}
 
 
 def noisy(params, seed=1, size=_NOISE):
@@ -161,43 +165,6 @@ def oracle(text, depth, slots):
   return np.asarray(text)[index % len(text)].astype(np.int32)
 
 
-def forced(noise, law_at, draft, depth):
-  """A verifier that accepts `floor(noise.residual * (K + 1))` nodes at most.
-
-  It follows first children and ignores every law; the last token is the
-  target's most probable one.
-  """
-  B, N = draft.tokens.shape
-  K = depth
-  wanted = jnp.floor(noise.residual * (K + 1)).astype(jnp.int32)
-  node = jnp.zeros((B,), jnp.int32)
-  path = [node]
-  for d in range(K):
-    child = (draft.parents == node[:, None]) & draft.acceptable
-    child = child & (jnp.arange(N) > 0)[None]
-    going = child.any(1) & (d < wanted) & (path[-1] >= 0)
-    node = jnp.where(going, jnp.argmax(child, 1), node).astype(jnp.int32)
-    path.append(jnp.where(going, node, -1))
-  path = jnp.stack(path, 1)
-  num = (path[:, 1:] >= 0).sum(1)
-  law = law_at(node)
-  kept = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 0), 1)
-  kept = jnp.where(path >= 0, kept, -1)
-  last = jnp.argmax(law, -1).astype(jnp.int32)
-  tokens = jnp.concatenate([kept[:, 1:], jnp.full((B, 1), -1)], 1)
-  columns = jnp.arange(K + 1)[None]
-  tokens = jnp.where(columns == num[:, None], last[:, None], tokens)
-  return Verdict(
-    path=path,
-    tokens=tokens.astype(jnp.int32),
-    num_accepted=num.astype(jnp.int32),
-    num_tokens=(num + 1).astype(jnp.int32),
-    accept_prob=jnp.zeros((B, N)),
-    residual=law,
-    plain=jnp.zeros((B, K + 1), bool),
-  )
-
-
 class Rig:
   """A target, a drafter and their compiled functions.
 
@@ -219,6 +186,7 @@ class Rig:
     verifier=None,
     options=None,
     stops=None,
+    depth=None,
   ):
     """Args: `target` and `draft` are (model, params) pairs."""
     self.model, params = target
@@ -232,7 +200,7 @@ class Rig:
     if stops is not None:
       self.params["stops"] = stops
     self.slots, self.use = slots, use
-    policy = length.fixed(drafter.depth)
+    policy = length.fixed(drafter.depth if depth is None else depth)
     init, resume = rows_lib.make_init(
       self.model,
       drafter,

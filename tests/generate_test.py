@@ -3,17 +3,24 @@
 import copy
 import functools
 
-from fakes import noisy, scripted
+from fakes import noisy
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_model import tiny_model
 from tiny_tokenizer import byte_level_tokenizer
 
 import spec_jax
-from spec_jax import generate as generation
-from spec_jax.generate import generate, make_engine, plan
+from spec_jax.generate import (
+  generate,
+  make_engine,
+  plan,
+  run as run_work,
+  shared_prefix,
+)
 from spec_jax.hub import Loaded
+from spec_jax.models import table
 from spec_jax.pairing import check_same_vocabulary, resolve_draft
 from spec_jax.settings import Settings
 
@@ -29,21 +36,32 @@ _PENALTIES = Settings(
 )
 
 
+# Two rows and one size of cache nearly everywhere: few programs.
+_run = functools.partial(
+  generate, drafter="prompt_lookup", batch_size=2, slots=256
+)
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
   """A tiny model with a tokenizer."""
   return spec_jax.load(tiny_model(tmp_path_factory.mktemp("m") / "tiny"))
 
 
-@functools.cache
-def _spoken(text, stop_ids=(_EOS,)):
-  """Returns a model that says `text`, again and again, from position 1 on.
+_PERIOD = 64
+_table = functools.cache(lambda: table.build(table.TableConfig(300, _PERIOD)))
 
-  So the output after a prompt of one token is the text, token by token.
+
+def _spoken(text):
+  """Returns a model that says `text` and then EOS, from position 1 on.
+
+  So the output after a prompt of one token is the text, token by token. All
+  are one architecture, so that they share their programs.
   """
-  ids = _WORDS(text)["input_ids"] + [_EOS]
-  model, params = scripted([_EOS, *ids], 300)
-  return Loaded(model, params, _WORDS, {}, "spoken", {}, stop_ids, ())
+  ids = [_EOS, *_bytes(text)]
+  ids += [_EOS] * (_PERIOD - len(ids))
+  params = {"table": jnp.asarray(table.script(ids, 300))}
+  return Loaded(_table(), params, _WORDS, {}, "spoken", {}, (_EOS,), ())
 
 
 def _bytes(text):
@@ -89,7 +107,7 @@ def test_a_text_cut_in_a_character_shows_it_once():
   assert "".join(p for *_, p in pieces) == "ab\ufffd"
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "vanilla"])
+@pytest.mark.parametrize("drafter", ["none", "vanilla"])
 @pytest.mark.parametrize(
   ("stops", "text", "num"),
   [
@@ -145,14 +163,14 @@ def test_ids_are_the_same_for_plain_and_speculative(loaded):
   ]
   settings = Settings(max_new_tokens=6)
   for drafter in ("none", "prompt_lookup"):
-    out = generate(loaded, prompts, settings=settings, drafter=drafter, seed=0)
+    out = _run(loaded, prompts, settings=settings, drafter=drafter, seed=0)
     assert [list(c.prompt_ids) for c in out.completions] == expected
 
 
 def test_one_prompt_need_not_be_a_list(loaded):
   """Text, ids (a list, a tuple, an array) and a chat stand for themselves."""
   settings = Settings(max_new_tokens=3)
-  run = functools.partial(generate, loaded, settings=settings, seed=0)
+  run = functools.partial(_run, loaded, settings=settings, seed=0)
   ids = _bytes("abc")
   wanted = run(["abc"]).ids
   for prompt in ("abc", ids, tuple(ids), np.array(ids), [ids]):
@@ -165,25 +183,24 @@ def test_one_prompt_need_not_be_a_list(loaded):
 
 def test_settings_belong_to_rows(loaded):
   """Greedy, sampled and banning rows of one batch are as each alone."""
+  greedy = Settings(max_new_tokens=10, seed=3)
+  said = _run(loaded, "abc", settings=greedy, seed=0).ids[0]
   rows = [
-    Settings(max_new_tokens=10, seed=3),
-    Settings(temperature=1.0, top_k=2, max_new_tokens=10, seed=3),
-    Settings(banned_tokens=(21, 6), max_new_tokens=10, seed=3),
-    Settings(frequency_penalty=1.5, max_new_tokens=10, seed=3),
+    greedy,
+    _with(_SAMPLED, seed=3),
+    _with(greedy, banned_tokens=said[:2]),
+    _with(_SAMPLED, seed=4),
   ]
-  together = generate(
-    loaded, ["abc"] * 4, settings=rows, drafter="prompt_lookup", seed=0
-  )
+  together = _run(loaded, ["abc"] * 4, settings=rows, seed=0)
   for s, ids in zip(rows, together.ids, strict=True):
-    alone = generate(loaded, "abc", settings=s, seed=1)
-    assert alone.ids == [ids]
+    assert _run(loaded, "abc", settings=s, seed=1).ids == [ids]
   assert len(set(map(tuple, together.ids))) == 4
 
 
 def test_a_seed_gives_one_text_whatever_ran_before(loaded):
   """Alone, in a batch, after other calls: seed 7 says the same."""
   seven = _with(_SAMPLED, seed=7)
-  run = functools.partial(generate, loaded, drafter="prompt_lookup")
+  run = functools.partial(_run, loaded)
   alone = run("abc", settings=seven, seed=1).ids[0]
   others = [_with(_SAMPLED, seed=s) for s in (1, 2, 3)]
   for _ in range(2):
@@ -201,7 +218,7 @@ def _with(settings, **change):
 
 def test_runs_without_a_seed_differ_and_can_be_repeated(loaded):
   """The seed that was drawn is in the result."""
-  run = functools.partial(generate, loaded, "abc", settings=_SAMPLED)
+  run = functools.partial(_run, loaded, "abc", settings=_SAMPLED)
   first, second = run(), run()
   assert first.seed != second.seed and first.ids != second.ids
   assert run(seed=first.seed).ids == first.ids
@@ -210,12 +227,12 @@ def test_runs_without_a_seed_differ_and_can_be_repeated(loaded):
 def test_samples_of_a_prompt_differ_and_keep_their_order(loaded):
   """Three samples each, in order; one of them is the only sample's text."""
   settings = _with(_SAMPLED, num_samples=3)
-  out = generate(loaded, ["abc", "de"], settings=settings, batch_size=2, seed=4)
+  out = _run(loaded, ["abc", "de"], settings=settings, seed=4)
   assert [(c.prompt, c.sample) for c in out.completions] == [
     (p, s) for p in range(2) for s in range(3)
   ]
   assert len(set(map(tuple, out.ids))) == 6
-  single = generate(loaded, ["abc", "de"], settings=_SAMPLED, seed=4)
+  single = _run(loaded, ["abc", "de"], settings=_SAMPLED, seed=4)
   assert single.ids == [out.ids[0], out.ids[3]]
   assert out.report["emitted"] == sum(map(len, out.ids))
 
@@ -224,9 +241,8 @@ def test_deterministic_drafts_say_what_plain_decoding_says(loaded):
   """With the same seed, at every temperature and with penalties."""
   for settings in (Settings(max_new_tokens=20), _SAMPLED, _PENALTIES):
     prompts = ["abcabcabc", "xyxyxyxy"]
-    run = functools.partial(generate, loaded, prompts, settings=settings)
-    plain = run(seed=2)
-    assert run(drafter="prompt_lookup", seed=2).ids == plain.ids
+    run = functools.partial(_run, loaded, prompts, settings=settings, seed=2)
+    assert run(drafter="none").ids == run().ids
 
 
 @pytest.mark.parametrize("kind", ["raw", "warped"])
@@ -269,15 +285,14 @@ def test_nothing_of_the_callers_is_changed(loaded):
   """Settings, options, prompts and messages compare equal afterwards."""
   given = {
     "prompts": ["abc", [{"role": "user", "content": "b"}], [1, 2]],
-    "settings": [Settings(max_new_tokens=3), _PENALTIES, _SAMPLED],
-    "options": {"num_draft": 3, "max_ngram": 2},
+    "settings": [Settings(max_new_tokens=3), _SAMPLED, _SAMPLED],
+    "options": {"num_draft": 8, "max_ngram": 3},
   }
   before = copy.deepcopy(given)
-  generate(
+  _run(
     loaded,
     given["prompts"],
     settings=given["settings"],
-    drafter="prompt_lookup",
     options=given["options"],
     seed=0,
   )
@@ -286,17 +301,17 @@ def test_nothing_of_the_callers_is_changed(loaded):
 
 def test_a_second_call_compiles_nothing(loaded):
   """Other prompts, lengths, seeds and values of the same settings."""
-  run = functools.partial(
-    generate, loaded, drafter="prompt_lookup", batch_size=2
-  )
+  run = functools.partial(_run, loaded)
   run(["abc", "d"], settings=_SAMPLED, seed=0)
   values = [
     Settings(temperature=np.float32(0.5), top_k=np.int64(7), max_new_tokens=5),
     Settings(temperature=2, top_k=1, max_new_tokens=9),
   ]
   work = plan(loaded, ["a" * 40, "b"], values, 1)
-  engine = make_engine(loaded, work, drafter="prompt_lookup", batch_size=2)
-  assert len(list(generation.run(engine, work))) == 2
+  engine = make_engine(
+    loaded, work, drafter="prompt_lookup", batch_size=2, slots=256
+  )
+  assert len(list(run_work(engine, work))) == 2
   assert engine.num_compiles == 0
   again = run(["x" * 30, "yz"], settings=_with(_SAMPLED, top_k=3), seed=9)
   assert again.report["compile_s"] == 0
@@ -305,16 +320,20 @@ def test_a_second_call_compiles_nothing(loaded):
 # --- states -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "vanilla"])
 @pytest.mark.parametrize(
-  "settings", [Settings(max_new_tokens=12), _SAMPLED, _PENALTIES]
+  ("drafter", "settings"),
+  [
+    ("prompt_lookup", Settings(max_new_tokens=12)),
+    ("prompt_lookup", _PENALTIES),
+    ("vanilla", _SAMPLED),
+  ],
 )
 def test_continuing_says_what_a_fresh_run_says(loaded, drafter, settings):
   """Greedy, sampled and with penalties; only what is new is read."""
   more = {"draft": 1} if drafter == "vanilla" else {}
   settings = _with(settings, stop_ids=())
   run = functools.partial(
-    generate, loaded, drafter=drafter, settings=settings, seed=3, **more
+    _run, loaded, drafter=drafter, settings=settings, seed=3, **more
   )
   first = run("abcabc", keep_state=True)
   (done,) = first.completions
@@ -330,19 +349,19 @@ def test_continuing_says_what_a_fresh_run_says(loaded, drafter, settings):
 def test_a_state_of_another_kind_is_refused(loaded):
   """Another drafter, another size of cache, another text."""
   settings = Settings(max_new_tokens=4)
-  run = functools.partial(generate, loaded, settings=settings, seed=0)
-  (done,) = run("abc", drafter="prompt_lookup", keep_state=True).completions
+  run = functools.partial(_run, loaded, settings=settings, seed=0)
+  (done,) = run("abc", keep_state=True).completions
   longer = [*done.prompt_ids, *done.ids, 1]
   for change in (
     {"drafter": "none"},
     {"drafter": "vanilla", "draft": 1},
-    {"drafter": "prompt_lookup", "slots": 128},
-    {"drafter": "prompt_lookup", "settings": _SAMPLED},
+    {"slots": 128},
+    {"settings": _SAMPLED},
   ):
     with pytest.raises(ValueError, match="cannot be continued here"):
       run(longer, start=done.state, **change)
   with pytest.raises(ValueError, match="does not continue the state's"):
-    run("xyz abc", start=done.state, drafter="prompt_lookup")
+    run("xyz abc", start=done.state)
 
 
 def test_a_shared_prefix_is_read_once(loaded):
@@ -350,9 +369,7 @@ def test_a_shared_prefix_is_read_once(loaded):
   head = "h" * 40
   prompts = [head + tail for tail in ("a", "bc", "def")]
   settings = Settings(max_new_tokens=8)
-  run = functools.partial(
-    generate, loaded, settings=settings, drafter="prompt_lookup", seed=0
-  )
+  run = functools.partial(_run, loaded, settings=settings, seed=0)
   together = run(prompts)
   alone = [run(p) for p in prompts]
   assert together.ids == [x.ids[0] for x in alone]
@@ -364,11 +381,11 @@ def test_a_shared_prefix_is_read_once(loaded):
 def test_prompts_that_hardly_agree_share_nothing(loaded):
   """Few shared tokens, or one prompt alone, are not worth a pass."""
   jobs = plan(loaded, ["a" * 20 + c for c in "bc"], Settings(), 0).jobs
-  assert generation.shared_prefix(jobs) == 0
+  assert shared_prefix(jobs) == 0
   jobs = plan(loaded, ["a" * 50, "a" * 60], Settings(), 0).jobs
-  assert generation.shared_prefix(jobs[:1]) == 0
+  assert shared_prefix(jobs[:1]) == 0
   # A token is left to read, for the shorter too.
-  assert generation.shared_prefix(jobs) == 49
+  assert shared_prefix(jobs) == 49
 
 
 # --- drafts, reports, refusals ------------------------------------------------
@@ -376,9 +393,9 @@ def test_prompts_that_hardly_agree_share_nothing(loaded):
 
 def test_the_target_as_its_own_draft_is_always_right(loaded):
   """Every drafted token is kept, greedy and sampled."""
-  for settings in (Settings(max_new_tokens=11, stop_ids=()), _SAMPLED):
+  for settings in (Settings(), _SAMPLED):
     settings = _with(settings, stop_ids=(), max_new_tokens=11)
-    out = generate(
+    out = _run(
       loaded,
       ["abc", "xy"],
       settings=settings,
@@ -397,7 +414,7 @@ def test_the_report_adds_up(loaded):
   """Its counts are the completions'; its rates are their quotients."""
   noisy_draft = loaded._replace(params=noisy(loaded.params))
   streamed = []
-  out = generate(
+  out = _run(
     loaded,
     ["abc", "defg", "h"],
     settings=Settings(max_new_tokens=15),
@@ -447,11 +464,11 @@ def test_a_text_ends_at_the_models_context(tmp_path):
 def test_slots_bound_prompt_and_text(loaded):
   """Too few for the prompt is an error, for the text an earlier end."""
   settings = Settings(max_new_tokens=50, stop_ids=())
-  out = generate(loaded, "abcd", settings=settings, slots=16, seed=0)
+  out = generate(_spoken("abcdefg"), [1] * 4, settings=settings, slots=16)
   assert len(out.ids[0]) == 12
   assert out.completions[0].finish_reason == "length"
   with pytest.raises(ValueError, match="4 tokens does not fit a context of 4"):
-    generate(loaded, "abcd", settings=settings, slots=4, seed=0)
+    generate(loaded, "abcd", settings=settings, slots=4)
 
 
 class _Words:
@@ -522,8 +539,8 @@ def test_without_a_tokenizer_ids_still_work(loaded):
   """Text, chats and stop strings need one; ids do not."""
   bare = loaded._replace(tokenizer=None)
   settings = Settings(max_new_tokens=3)
-  out = generate(bare, [[1, 2]], settings=settings, seed=0)
-  assert out.ids == generate(loaded, [[1, 2]], settings=settings, seed=0).ids
+  out = _run(bare, [[1, 2]], settings=settings, seed=0)
+  assert out.ids == _run(loaded, [[1, 2]], settings=settings, seed=0).ids
   assert out.texts == [""]
   with pytest.raises(ValueError, match="no tokenizer: give prompts as token"):
     generate(bare, "a", seed=0)
@@ -533,7 +550,7 @@ def test_without_a_tokenizer_ids_still_work(loaded):
 
 def test_an_empty_text_starts_with_bos(loaded):
   """There is a BOS token here, so "" is a prompt of one token."""
-  out = generate(loaded, "", settings=Settings(max_new_tokens=2), seed=0)
+  out = _run(loaded, "", settings=Settings(max_new_tokens=2), seed=0)
   assert out.completions[0].prompt_ids == (_WORDS.bos_token_id,)
 
 

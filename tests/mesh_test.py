@@ -42,5 +42,5 @@ def test_a_mesh_gives_the_tokens_of_one_device(found, case):
 
 
 def test_query_heads_are_split_over_the_model_axis(found):
-  assert "model" in found["chain 2x4 wq"]
+  assert "model" in found["tree 2x4 wq"]
   assert "model" not in found["chain 1x1 wq"]

@@ -1,4 +1,4 @@
-"""Laws and draws against sorting, hand-made numbers and the plain inverse CDF."""
+"""Laws and draws against sorting, numbers by hand and the inverse CDF."""
 
 from hypothesis import given, settings, strategies as st
 import jax
@@ -207,7 +207,7 @@ def test_each_verified_row_is_penalised_with_its_own_prefix():
 
 
 def test_penalties_count_every_token_of_a_step():
-  """S1: after 7, 7, 8 a frequency penalty of .5 takes 1.0 off 7 and .5 off 8."""
+  """S1: after 7, 7, 8 a penalty of .5 takes 1.0 off 7 and .5 off 8."""
   row = Sampling(frequency_penalty=jnp.array([0.5]))
   before = counts_of([7], [], 10)
   tokens, live = jnp.array([[7, 7, 8, 9]]), jnp.array([[True] * 3 + [False]])
@@ -294,6 +294,14 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, V):
     _draw(jnp.asarray(probs, jnp.float32), jnp.asarray(uniform, jnp.float32))
   )
   assert (probs.astype(np.float32)[np.arange(48), found] > 0).all()
+
+
+def test_rounding_between_blocks_does_not_draw_an_empty_token():
+  """Two blocks of 1 + 2^-23 and 2^-24 sum to 1 + 2^-22: 2^-23 too much."""
+  probs = np.zeros((1, 200), np.float32)
+  probs[0, 5], probs[0, 135] = 1 + 2.0**-23, 2.0**-24
+  found = _draw(jnp.asarray(probs), jnp.array([ALMOST_ONE]))
+  assert found.tolist() == [135]
 
 
 # --- noise -----------------------------------------------------------------

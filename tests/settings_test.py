@@ -1,4 +1,4 @@
-"""Every setting counts with every drafter, or is refused before anything runs."""
+"""Every setting counts with drafts as without, or is refused at once."""
 
 import dataclasses
 import functools

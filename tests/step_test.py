@@ -65,7 +65,7 @@ def decode(text, settings, *, prompts=None, **kwargs):
   return fakes.outputs(speculative), reasons, speculative
 
 
-# --- stops and limits ----------------------------------------------------------
+# --- stops and limits ------------------------------------------------------
 
 
 def test_a_stop_id_ends_the_text_wherever_it_lies_in_a_block():
@@ -119,7 +119,7 @@ def test_stop_strings_are_found_inside_and_across_blocks():
 
 
 def test_drafting_stops_before_the_limit():
-  """T9, S9, D8: with n tokens left, min(K, n - 1) are drafted, else exactly K."""
+  """T9, S9, D8: with n tokens left, min(K, n - 1) are drafted."""
   news = list(range(1, 13))
   rig = set_text(rig_of(True), TEXT, len(news))
   state = rig.start([[0]] * 12, [Settings(max_new_tokens=n) for n in news])
@@ -130,6 +130,9 @@ def test_drafting_stops_before_the_limit():
     assert info.num_drafted.tolist() == expected.tolist()
     assert info.num_tokens.tolist() == np.minimum(left, K + 1).tolist()
   assert fakes.outputs(state) == [TEXT[1 : n + 1] for n in news]
+  # With 1, 3 and 7 tokens: none; two deep; four deep, then one.
+  at = state.tally.drafted_at[jnp.array([0, 2, 6])]
+  assert at.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 1]]
 
 
 def test_a_prompt_that_fills_its_limit_is_done_at_once():
@@ -161,7 +164,7 @@ def test_the_tally_of_steps_that_accept_two_none_and_four():
 
 
 def test_rows_keep_their_own_pace():
-  """B1, B7: rows that accept 0, 2 and 4 a step need the steps they need alone."""
+  """B1, B7: rows that accept 0, 2 and 4 a step take the steps they need."""
   every = [(0, p) for p in range(1, 32)]
   third = [(1, p) for p in range(3, 32, 3)]
   settings = [Settings(max_new_tokens=15)] * 12
@@ -234,7 +237,7 @@ def test_positions_go_on_from_the_cache_and_siblings_share_one():
   assert expected[0].tolist() == [[0, 1, 1, 2, 2], [2, 3, 3, 4, 4]]
 
 
-# --- penalties inside a step ----------------------------------------------------
+# --- penalties inside a step -----------------------------------------------
 
 
 def test_laws_along_a_path_count_the_tokens_before_them():
@@ -268,7 +271,7 @@ def test_laws_along_a_path_count_the_tokens_before_them():
   np.testing.assert_allclose(logits, [0, 0, 0, 1, 0, -0.5], atol=1e-5)
 
 
-# --- the loop and the state ------------------------------------------------------
+# --- the loop and the state ------------------------------------------------
 
 
 def test_the_loop_stops_at_its_steps_or_when_enough_rows_are_done():
@@ -306,7 +309,7 @@ def test_a_donated_state_is_used_up_without_a_warning():
   after, _ = decode(rig.params, state, *counts)
   assert fakes.outputs(after) == expected
   assert all(x.is_deleted() for x in jax.tree.leaves(state.target))
-  with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+  with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
     decode(rig.params, state, *counts)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spec_jax import drafters, tree as trees
+from spec_jax.base import Verdict
 from spec_jax.drafters import vanilla
 from spec_jax.models import decoder
 from spec_jax.settings import Settings, in_use
@@ -20,7 +21,7 @@ WARM = Settings(temperature=1, max_new_tokens=200)
 HOT = Settings(temperature=1.3, top_k=6, max_new_tokens=200)
 PROMPTS = [[5], [1, 2, 3, 1, 2], [4] * 11, [7, 3]]
 
-# --- the draft's cache ---------------------------------------------------------
+# --- the draft's cache -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,45 @@ def test_a_draft_that_is_the_target_is_always_accepted(options):
   assert rounds >= 30
 
 
+def forced(noise, law_at, draft, depth):
+  """A verifier that accepts `floor(noise.residual * (K + 1))` nodes at most.
+
+  It follows first children and ignores every law; the last token is the
+  target's most probable one.
+  """
+  B, N = draft.tokens.shape
+  K = depth
+  wanted = jnp.floor(noise.residual * (K + 1)).astype(jnp.int32)
+  node = jnp.zeros((B,), jnp.int32)
+  path = [node]
+  for d in range(K):
+    child = (draft.parents == node[:, None]) & draft.acceptable
+    child = child & (jnp.arange(N) > 0)[None]
+    going = child.any(1) & (d < wanted) & (path[-1] >= 0)
+    node = jnp.where(going, jnp.argmax(child, 1), node).astype(jnp.int32)
+    path.append(jnp.where(going, node, -1))
+  path = jnp.stack(path, 1)
+  num = (path[:, 1:] >= 0).sum(1)
+  law = law_at(node)
+  kept = jnp.take_along_axis(draft.tokens, jnp.maximum(path, 0), 1)
+  kept = jnp.where(path >= 0, kept, -1)
+  last = jnp.argmax(law, -1).astype(jnp.int32)
+  tokens = jnp.concatenate([kept[:, 1:], jnp.full((B, 1), -1)], 1)
+  columns = jnp.arange(K + 1)[None]
+  tokens = jnp.where(columns == num[:, None], last[:, None], tokens)
+  return Verdict(
+    path=path,
+    tokens=tokens.astype(jnp.int32),
+    num_accepted=num.astype(jnp.int32),
+    num_tokens=(num + 1).astype(jnp.int32),
+    accept_prob=jnp.zeros((B, N)),
+    residual=law,
+    plain=jnp.zeros((B, K + 1), bool),
+  )
+
+
 @functools.cache
-def forced_rig(tree=None):
+def forced_rig(tree=None, depth=None):
   """A noisy draft whose acceptance the test dictates by `noise.residual`."""
   model, params = fakes.tiny(V, windows=(None, 3))
   return fakes.Rig(
@@ -69,7 +107,8 @@ def forced_rig(tree=None):
     options={"tree": tree} if tree else {"num_draft": 4},
     slots=SLOTS,
     use=fakes.GREEDY,
-    verifier=fakes.forced,
+    verifier=forced,
+    depth=depth,
   )
 
 
@@ -92,6 +131,17 @@ def test_caches_after_each_number_of_accepted_tokens():
   assert after.target.length.tolist() == [L + 1 + a for a in range(5)]
   expected = [L + 1 + a for a in range(4)] + [L + k]
   assert after.draft.length.tolist() == expected
+
+
+def test_a_policy_of_less_depth_leaves_the_same_gap():
+  """K2: depth 2 of k = 4: the last of two accepted tokens was not read."""
+  rig = forced_rig(depth=2)
+  state = rig.start([[1] * 6] * 3, ROOMY)
+  after, info = accept(rig, state, range(3))
+  assert info.num_drafted.tolist() == [2, 2, 2]
+  assert info.num_accepted.tolist() == [0, 1, 2]
+  assert after.target.length.tolist() == [6, 7, 8]
+  assert after.draft.length.tolist() == [6, 7, 7]
 
 
 @pytest.mark.parametrize("tree", [None, (2, 2, 1)], ids=["chain", "tree"])
@@ -154,7 +204,7 @@ def test_a_draft_that_fell_behind_reads_two_tokens_a_step():
 
 
 def test_a_draft_of_shorter_context_stops_drafting():
-  """K8, K16: draft context 16, target 64, 40 tokens; text is plain's, counted."""
+  """K8, K16: draft context 16, target 64, 40 tokens; text is plain's."""
   prompts = [[2], [3, 1] * 6, [3] * 16, [4, 5] * 10]
   settings, target = Settings(max_new_tokens=40), fakes.tiny(V)
   rig = fakes.Rig(
@@ -178,7 +228,7 @@ def test_a_draft_of_shorter_context_stops_drafting():
 
 
 def test_the_draft_is_not_asked_when_it_cannot_help():
-  """T9: calls of the draft: K in a step, n - 1 with n slots left, none for 1."""
+  """T9: its calls: K in a step, n - 1 with n slots left, none for 1."""
   model, params = fakes.tables(V)
   calls = []
 
@@ -203,7 +253,7 @@ def test_the_draft_is_not_asked_when_it_cannot_help():
     assert (len(calls), int(info.num_tokens[0])) == (expected, expected + 1)
 
 
-# --- the draft's law ------------------------------------------------------------
+# --- the draft's law -------------------------------------------------------
 
 
 def joint_law(p, q, setting, num_tokens, **options):
@@ -222,7 +272,11 @@ def joint_law(p, q, setting, num_tokens, **options):
     rig.raw_step, rig.params, rig.drafter.num_nodes, rig.drafter.depth
   )
   machine.step = rig.step
-  law, _ = machine.joint_law(rig.start([[0]], settings))
+  state = rig.start([[0]], settings)
+  draft = rig.step(rig.params, state)[1].draft
+  if draft.probs is not None:  # No mass on ids that the draft lacks.
+    assert not draft.probs[:, :, len(q) :].any()
+  law, _ = machine.joint_law(state)
   return law[0].reshape([len(p)] * num_tokens)
 
 
@@ -275,7 +329,7 @@ def test_a_constant_acceptance_gives_the_formulas_mean():
   assert mean == pytest.approx(3.3616, abs=0.05)
 
 
-# --- building ---------------------------------------------------------------------
+# --- building --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -53,7 +53,7 @@ def noise_of(draft, depth, *, accept=ALMOST_ONE, residual=0.5, plain=0.5):
 
 def decide(draft, laws, noise=None, **kwargs):
   """Verifies; `laws` is `[N, V]` or `[B, N, V]`, the target's after a node."""
-  B, N = draft.tokens.shape
+  B = len(draft.tokens)
   depth = int(draft.depths.max())
   laws = np.asarray(laws, np.float32)
   laws = jnp.asarray(np.broadcast_to(laws, (B, *laws.shape[-2:])))
@@ -368,7 +368,7 @@ def test_matches_after_a_refusal_do_not_count():
 
 
 def test_a_greedy_walk_follows_the_argmax_and_no_other_branch():
-  """R7: the branch 2, 5 is wrong at its first node though 5 is right after 1."""
+  """R7: branch 2, 5 is wrong at its first node though 5 is right after 1."""
   tree = trees.from_parents([-1, 0, 0, 1, 2])
   eye = np.eye(6)
   laws = eye[[1, 5, 5, 0, 0]]

@@ -127,16 +127,10 @@ def prompt_of(text):
 def decode(drafter="none", text=QUESTION, **kwargs):
   """Decodes one prompt, after a call that compiles."""
   settings = kwargs.pop("settings", spec_jax.Settings(max_new_tokens=NEW))
-  for _ in range(2):
-    out = spec_jax.generate(
-      loaded,
-      [prompt_of(text)],
-      drafter=drafter,
-      settings=settings,
-      seed=0,
-      **kwargs,
-    )
-  return out
+  on_text = kwargs.pop("on_text", None)
+  common = {"drafter": drafter, "settings": settings, "seed": 0, **kwargs}
+  spec_jax.generate(loaded, [prompt_of(text)], **common)
+  return spec_jax.generate(loaded, [prompt_of(text)], on_text=on_text, **common)
 
 
 def show_table(runs):
@@ -215,21 +209,14 @@ for name, run in runs.items():
 show_table(runs)
 
 # %% [markdown]
-# Settings belong to a prompt: rows of one batch may differ. Text can be
-# streamed; the pieces join to exactly the text that is returned.
+# Text can be streamed; the pieces join to exactly the text that is returned.
 
 # %%
-out = spec_jax.generate(
-  loaded,
-  [prompt_of("Count to five."), prompt_of("Name three colours.")],
-  settings=[
-    spec_jax.Settings(max_new_tokens=12),
-    spec_jax.Settings(temperature=1.0, top_k=20, max_new_tokens=12),
-  ],
-  drafter="prompt_lookup",
-  on_text=lambda prompt, sample, piece: print(f"[{prompt}]{piece}", end=" "),
-  seed=0,
+pieces = []
+out = decode(
+  "prompt_lookup", settings=sampled, on_text=lambda *x: pieces.append(x)
 )
+print([piece for prompt, sample, piece in pieces])
 
 # %% [markdown]
 # ## One step from the inside

@@ -107,7 +107,7 @@ def pack(
     panels[full] = 0
     panels[full, :, : N % _PANEL] = matrix[:, full * _PANEL :]
   # On CPU the array is this memory, which nobody else holds.
-  array = jax.device_put(panels, jax.local_devices(backend="cpu")[0])
+  array = jax.device_put(panels, may_alias=True)
   return Packed(array.block_until_ready(), N)
 
 
@@ -218,7 +218,7 @@ def make_packer(weights: str = "float32") -> Callable[[tuple, Any], Any]:
   def store(path: tuple, array) -> Any:
     if array.ndim == 2 and path[0] in ("layers", "head", "embed"):
       return pack(array, transpose=path[0] == "embed", weights=weights)
-    return jax.device_put(array)
+    return jax.device_put(array, may_alias=True)
 
   return store
 

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from spec_jax import kernels
 from spec_jax.base import Array
 from spec_jax.rope import Rope, make_rope
 
@@ -28,8 +29,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 # --- layers -----------------------------------------------------------------
 
 
+# A matrix, or one packed for the CPU kernel.
+Weight = Array | kernels.Packed
+
+
 def linear(
-  x: Array, weight: Array, bias: Array | None = None, *, dtype=None
+  x: Array, weight: Weight, bias: Array | None = None, *, dtype=None
 ) -> Array:
   """Multiplies by a weight as one 2-D product.
 
@@ -45,29 +50,39 @@ def linear(
     `[..., out]`.
   """
   rows = x.reshape(-1, x.shape[-1])
-  y = jnp.matmul(rows, weight, preferred_element_type=jnp.float32)
-  if bias is not None:
-    y = y + bias.astype(jnp.float32)[None]
+  if isinstance(weight, kernels.Packed):
+    y = kernels.matmul(rows, weight, bias)
+  else:
+    y = jnp.matmul(rows, weight, preferred_element_type=jnp.float32)
+    if bias is not None:
+      y = y + bias.astype(jnp.float32)[None]
   return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
-def linear_transposed(x: Array, weight: Array) -> Array:
+def linear_transposed(x: Array, weight: Weight) -> Array:
   """Multiplies by a weight stored `[out, in]`, without transposing it.
 
   Args:
     x: `[..., in]`.
-    weight: `[out, in]`, for example a tied embedding.
+    weight: `[out, in]`, for example a tied embedding; packed, its transpose.
 
   Returns:
     `[..., out]` float32, for these are logits.
   """
+  if isinstance(weight, kernels.Packed):
+    return linear(x, weight, dtype=jnp.float32)
   rows = x.reshape(-1, x.shape[-1])
   y = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=jnp.float32)
   return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def embed_rows(table: Array, index: Array) -> Array:
-  """Returns `table[index]`, `[..., D]`; an index out of range is clipped."""
+def embed_rows(table: Weight, index: Array) -> Array:
+  """Returns `table[index]`, `[..., D]`; an index out of range is clipped.
+
+  A packed table is the packed transpose of `[V, D]`.
+  """
+  if isinstance(table, kernels.Packed):
+    return kernels.take_columns(table, index)
   return jnp.take(table, index, axis=0, mode="clip")
 
 
