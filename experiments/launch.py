@@ -57,7 +57,8 @@ def run(main: Callable[[], int | None], config: str = "") -> None:
     try:
       rest = flags.FLAGS(argv)
       if config:
-        _ = flags.FLAGS["config"].value.lock  # raises what reading raised
+        # Raises what reading the file raised.
+        getattr(flags.FLAGS["config"].value, "lock", None)
     except (AttributeError, KeyError) as error:
       fail(f"unknown field of the configuration: {_inner(error)}")
     except (flags.Error, TypeError, ValueError) as error:

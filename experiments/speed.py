@@ -26,7 +26,7 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
-from experiments import launch, results
+from experiments import launch, prompts, results
 import spec_jax
 from spec_jax import Settings
 from spec_jax.cache import empty_block
@@ -229,7 +229,7 @@ def itself(loaded) -> dict[str, Any]:
 def against_torch(loaded, path: Path) -> dict[str, Any]:
   """Decodes 64 tokens here and with the transformers library, in turn."""
   worker = subprocess.Popen(
-    [_TORCH.value, str(Path(__file__).with_name("torch_worker.py"))]
+    [_TORCH.value, prompts.root("tests/golden/torch_worker.py")]
     + [str(path), "float32"],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,

@@ -191,6 +191,11 @@ class Engine:
         f"needed is {need.get(wrong)} (the drafter, the cache size and the "
         f"settings in use must be the same)"
       )
+    if start.length.shape[0] != 1:
+      raise ValueError(
+        f"a state to continue has one row, this one has "
+        f"{start.length.shape[0]}; see rows.take_rows"
+      )
     held = int(start.target.length[0])
     text = np.asarray(start.tokens[0, :held]).tolist()
     for job in jobs:

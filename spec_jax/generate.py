@@ -121,6 +121,14 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
   return tuple(text.encode_chat(tokenizer, prompt))  # type: ignore[arg-type]
 
 
+def _special_tokens(tokenizer: Any) -> set[str]:
+  added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+  return {
+    *tokenizer.all_special_tokens,
+    *(str(token) for token in added if token.special),
+  }
+
+
 @functools.lru_cache(maxsize=4)
 def _token_bytes_of(tokenizer: Any, vocab_size: int) -> list[bytes]:
   return text.token_bytes(tokenizer, vocab_size)
@@ -151,8 +159,9 @@ def plan(
   )
   if stop_strings and loaded.tokenizer is None:
     raise ValueError("stop strings need a tokenizer, this model has none")
+  special = _special_tokens(loaded.tokenizer) if stop_strings else set()
   for string in stop_strings:
-    if string in loaded.tokenizer.all_special_tokens:
+    if string in special:
       raise ValueError(
         f"stop string {string!r} is a special token, which no text shows: "
         f"use stop_ids with {loaded.tokenizer.convert_tokens_to_ids(string)}"

@@ -103,7 +103,7 @@ def report(counts: Counts, timing: Timing) -> dict[str, Any]:
   `decode_tokens_per_s` is all tokens over all decode time, not a mean of
   ratios.
   """
-  first = np.asarray(timing.first_token_s or [np.nan])
+  first = timing.first_token_s
 
   def speed(tokens, seconds):
     return tokens / seconds if seconds > 0 else None
@@ -120,6 +120,6 @@ def report(counts: Counts, timing: Timing) -> dict[str, Any]:
     "decode_s": timing.decode_s,
     "prefill_tokens_per_s": speed(timing.num_prompt_tokens, timing.prefill_s),
     "decode_tokens_per_s": speed(counts.emitted, timing.decode_s),
-    "first_token_s": float(np.median(first)),
-    "first_token_s_p95": float(np.percentile(first, 95)),
+    "first_token_s": float(np.median(first)) if first else None,
+    "first_token_s_p95": float(np.percentile(first, 95)) if first else None,
   }

@@ -97,7 +97,8 @@ class Program:
 
   def prepare(self, params, *args) -> Callable:
     """Compiles for these shapes if they are new; runs nothing."""
-    leaves, structure = jax.tree.flatten(args)
+    # The weights keep their shapes; the stop strings' table may not.
+    leaves, structure = jax.tree.flatten((params.get("stops"), args))
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
     key = (structure, tuple(kinds), jax.tree.structure(params))
     if key not in self._compiled:
@@ -133,6 +134,21 @@ def build_programs(
   mesh,
   replicate_draft: bool,
 ) -> Programs:
+  """Builds the programs of a configuration; compiles nothing yet.
+
+  The same arguments give the same programs, so what one engine compiled the
+  next one has.
+
+  Args:
+    model: the target.
+    draft: the draft model, if the drafter has one.
+    config: resolved, see `EngineConfig.resolved`.
+    mesh: of axes 'data' and 'model', or None for one device.
+    replicate_draft: keep the draft whole on each device of a mesh.
+
+  Raises:
+    ValueError: for an unknown drafter or option, or one out of range.
+  """
   drafter = drafters.build(
     config.drafter, model, draft, slots=config.slots, **dict(config.options)
   )
@@ -230,7 +246,22 @@ def _abstract_params(model, draft, config) -> dict[str, PyTree]:
   return params
 
 
-def params_shardings(model, draft, config, mesh, replicate_draft):
+def params_shardings(
+  model: Model,
+  draft: Model | None,
+  config: EngineConfig,
+  mesh,
+  replicate_draft: bool,
+) -> dict[str, PyTree]:
+  """Returns shardings of `{"target", "draft", "stops"}`, as the engine has it.
+
+  Args:
+    model: the target.
+    draft: the draft model, or None.
+    config: whether there are stop strings.
+    mesh: of axes 'data' and 'model'.
+    replicate_draft: keep the draft whole on each device.
+  """
   out = {"target": sharding.params_shardings(model, mesh)}
   if draft is not None:
     out["draft"] = sharding.params_shardings(

@@ -202,6 +202,8 @@ def test_packing_loses_nothing(shape):
   packed = kernels.pack(w)
   assert packed.shape == shape
   np.testing.assert_array_equal(kernels.unpack(packed), w)
+  pad = np.asarray(packed.panels)[-1, :, (shape[1] - 1) % 16 + 1 :]
+  assert (pad == 0).all()
   turned = kernels.pack(w, transpose=True)
   assert turned.shape == shape[::-1]
   np.testing.assert_array_equal(kernels.unpack(turned), w.T)
@@ -218,6 +220,10 @@ def test_layers_take_packed_weights_for_plain_ones():
   half = common.linear(x.astype(jnp.bfloat16), kernels.pack(w))
   assert half.dtype == jnp.bfloat16
   close(common.linear_transposed(x, packed), x @ table.T)
+  for weights in ([w, table.T], [kernels.pack(w), packed]):
+    first, second = common.linears(x, weights, [bias, None])
+    close(first, y)
+    close(second, x @ table.T)
   rows = common.embed_rows(packed, index)
   np.testing.assert_array_equal(rows, table[np.clip(index, 0, 49)])
 

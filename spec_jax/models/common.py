@@ -1,8 +1,8 @@
 """What the model families share: layers, reading config.json, tensor names.
 
-`linear` and `linear_transposed` are the only places that multiply by a weight
-and `embed_rows` the only one that reads rows of it, so another storage of
-weights needs a change here alone.
+`linear`, `linears` and `linear_transposed` are the only places that multiply
+by a weight and `embed_rows` the only one that reads rows of it, so another
+storage of weights needs a change here alone: they take `kernels.Packed` too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +57,33 @@ def linear(
     if bias is not None:
       y = y + bias.astype(jnp.float32)[None]
   return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def linears(
+  x: Array,
+  weights: Sequence[Weight],
+  biases: Sequence[Array | None] | None = None,
+) -> list[Array]:
+  """Multiplies by several weights: `linear` of each, packed ones in one call.
+
+  Args:
+    x: `[..., in]`.
+    weights: `[in, out]` each; all packed or none.
+    biases: `[out]` or None for each; None means no bias at all.
+
+  Returns:
+    `[..., out]` for each weight, in `x`'s dtype.
+  """
+  biases = [None] * len(weights) if biases is None else biases
+  packed = [w for w in weights if isinstance(w, kernels.Packed)]
+  if len(packed) < len(weights):
+    pairs = zip(weights, biases, strict=True)
+    return [linear(x, weight, bias) for weight, bias in pairs]
+  rows = x.reshape(-1, x.shape[-1])
+  return [
+    y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    for y in kernels.matmuls(rows, packed, biases)
+  ]
 
 
 def linear_transposed(x: Array, weight: Weight) -> Array:

@@ -11,6 +11,7 @@ with matrices `[in, out]` in each layer; see `_declare` for all of them.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -208,12 +209,33 @@ def build(
     ValueError: if layers to be scanned differ in window, or a tap is not in
       `[0, L]`.
   """
+  return _build(
+    config,
+    jnp.dtype(dtype),
+    jnp.dtype(cache_dtype or dtype),
+    scan_layers,
+    remat,
+    tuple(taps),
+    precision,
+  )
+
+
+# One model for one architecture: what is compiled for it is shared.
+@functools.lru_cache(maxsize=64)
+def _build(
+  config: DecoderConfig,
+  dtype,
+  cache_dtype,
+  scan_layers: bool,
+  remat: bool,
+  taps: tuple[int, ...],
+  precision: str | None,
+) -> Model:
   c = config
   H, G, E = c.num_heads, c.num_kv_heads, c.head_dim
   scale = E**-0.5 if c.attention_scale is None else c.attention_scale
   act = common.ACTIVATIONS[c.activation]
   offset = 1.0 if c.norm == "rms_plus_one" else 0.0
-  taps = tuple(taps)
   if scan_layers and len(set(c.windows)) > 1:
     raise ValueError(f"scanned layers differ in window: {c.windows}")
   if any(not 0 <= t <= c.num_layers for t in taps):

@@ -1,0 +1,304 @@
+"""Measures what a block of tokens costs on a CPU, with and without the kernel.
+
+  python -m experiments.cpu_kernel --out=experiments/results/cpu_kernel.json
+
+Three parts. `floor`: bytes per second of a copy and of reading alone, over all
+processors. `stream`: products with matrices that do not fit a cache together,
+XLA's dot against the kernel with float32 and bfloat16 weights. `model`: one
+pass over 1, 2, ... tokens behind a half full cache, logits of each token
+included, and transformers' if torch is installed. All cases of a part take
+turns, so that a disturbance meets all of them; medians are printed, minima and
+all times written. Run it on a quiet machine.
+"""
+
+from collections.abc import Callable
+import concurrent.futures
+import dataclasses
+import json
+import os
+from pathlib import Path
+import statistics
+import time
+from typing import Any
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import launch, results
+import spec_jax
+from spec_jax import kernels
+from spec_jax.cache import empty_block
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_OUT = flags.DEFINE_string("out", "", "JSON file to write.")
+_PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the passes to.")
+_PARTS = flags.DEFINE_list("parts", ["floor", "stream", "model"], "What to do.")
+_REPEATS = flags.DEFINE_integer("repeats", 30, "Times each case is timed.")
+_SLOTS = flags.DEFINE_integer("slots", 512, "Tokens the cache has room for.")
+_ROWS = flags.DEFINE_multi_integer(
+  "rows", [1, 2, 4, 8, 12, 16, 32, 64], "Rows, or tokens of a pass."
+)
+_TORCH = flags.DEFINE_bool("torch", True, "Time transformers if it has torch.")
+
+# (K, N, matrices): the issue's stream, then SmolLM2-135M's shapes, each more
+# than the second-level caches hold.
+_STREAMS = (
+  (576, 3072, 30),
+  (576, 576, 60),
+  (576, 192, 180),
+  (576, 1536, 60),
+  (1536, 576, 60),
+  (576, 49152, 1),
+)
+_FLOOR_BYTES = 512 << 20
+
+Cases = dict[tuple[str, int], Callable[[], Any]]
+
+
+def take_turns(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
+  """Times all cases in turn, after one run of each to compile.
+
+  Args:
+    cases: functions that return when their work is done, by (name, rows).
+    repeats: rounds.
+
+  Returns:
+    Seconds of each round, by case.
+  """
+  for run in cases.values():
+    run()
+  times: dict[tuple[str, int], list] = {case: [] for case in cases}
+  for _ in range(repeats):
+    for case, run in cases.items():
+      start = time.perf_counter()
+      run()
+      times[case].append(time.perf_counter() - start)
+  return times
+
+
+def _lines(part: str, times, **fields) -> list[dict[str, Any]]:
+  """Returns one record for each case."""
+  return [
+    {
+      "part": part,
+      **fields,
+      "name": name,
+      "rows": rows,
+      "median_ms": 1e3 * statistics.median(seconds),
+      "min_ms": 1e3 * min(seconds),
+      "all_ms": [round(1e3 * s, 4) for s in seconds],
+    }
+    for (name, rows), seconds in times.items()
+  ]
+
+
+def _print_table(title: str, lines: list[dict[str, Any]]) -> None:
+  rows = list(dict.fromkeys(line["rows"] for line in lines))
+  print(f"{title}; median ms by rows (x one row)")
+  print(f"{'':22}" + "".join(f"{r:>15}" for r in rows))
+  for name in dict.fromkeys(line["name"] for line in lines):
+    ours = {x["rows"]: x["median_ms"] for x in lines if x["name"] == name}
+    one = ours.get(1, float("nan"))
+    cells = [f"{ours[r]:8.2f} ({ours[r] / one:4.2f})" for r in rows]
+    print(f"{name:22}" + "".join(cells), flush=True)
+
+
+# --- floor ------------------------------------------------------------------
+
+
+def measure_floor(repeats: int) -> list[dict[str, Any]]:
+  """Measures bytes per second of copying and of reading, on all processors."""
+  threads = len(os.sched_getaffinity(0))
+  source = np.ones(_FLOOR_BYTES // 4, np.float32)
+  target = np.zeros_like(source)
+  parts = [
+    slice(i * source.size // threads, (i + 1) * source.size // threads)
+    for i in range(threads)
+  ]
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+
+    def copy():
+      list(pool.map(lambda p: np.copyto(target[p], source[p]), parts))
+
+    def read():
+      list(pool.map(lambda p: source[p].max(), parts))
+
+    times = take_turns({("copy", 1): copy, ("read", 1): read}, repeats)
+  lines = _lines("floor", times, threads=threads)
+  for line in lines:
+    # A copy reads each byte and writes one.
+    line["bytes"] = source.nbytes * (2 if line["name"] == "copy" else 1)
+    for which in ("median", "min"):
+      line[f"{which}_gb_s"] = line["bytes"] / line[f"{which}_ms"] / 1e6
+    print(
+      f"{line['name']}: {line['median_gb_s']:.1f} GB/s"
+      f" (best {line['min_gb_s']:.1f}), {threads} threads",
+      flush=True,
+    )
+  return lines
+
+
+# --- products ---------------------------------------------------------------
+
+
+def measure_stream(K: int, N: int, count: int, repeats: int) -> list:
+  """Measures products of some rows with `count` matrices `[K, N]`."""
+  random = np.random.default_rng(0)
+  plain = [
+    random.standard_normal((K, N), np.float32) / K**0.5 for _ in range(count)
+  ]
+  stores = {"xla float32": ([jnp.asarray(w) for w in plain], jnp.matmul)}
+  if kernels.why_not() is None:
+    for weights in kernels.WEIGHTS:
+      packed = [kernels.pack(w, weights=weights) for w in plain]
+      stores[f"kernel {weights}"] = (packed, kernels.matmul)
+  cases: Cases = {}
+  for name, (store, multiply) in stores.items():
+    run = jax.jit(lambda x, ws, multiply=multiply: [multiply(x, w) for w in ws])
+    for rows in _ROWS.value:
+      x = jnp.asarray(random.standard_normal((rows, K), np.float32))
+      cases[name, rows] = lambda run=run, x=x, store=store: (
+        jax.block_until_ready(run(x, store))
+      )
+  lines = _lines("stream", take_turns(cases, repeats), K=K, N=N, matrices=count)
+  _print_table(f"{count} matrices {K} x {N}", lines)
+  return lines
+
+
+# --- passes -----------------------------------------------------------------
+
+
+def _passes(loaded, params, slots: int) -> Callable[[int], Callable]:
+  """Returns `make(n)`, which makes a function that reads n tokens."""
+  model = loaded.model
+  cache = model.init_cache(1, slots)
+  held = slots // 2
+  cache = dataclasses.replace(cache, length=jnp.full((1,), held, jnp.int32))
+
+  @jax.jit
+  def read(params, tokens, cache):
+    n = tokens.shape[1]
+    positions = held + jnp.arange(n)[None]
+    visible = jnp.tril(jnp.ones((1, n, n), bool))
+    block = empty_block(cache, n)
+    return model.apply(params, tokens, positions, cache, block, visible)
+
+  def make(n):
+    tokens = jnp.arange(n, dtype=jnp.int32)[None] + 100
+    return lambda: jax.block_until_ready(read(params, tokens, cache))
+
+  return make
+
+
+def _torch_passes(loaded, dtype: str, slots: int) -> Callable[[int], Callable]:
+  """As `_passes` with transformers, random weights: times do not see them."""
+  import torch
+  import transformers
+
+  config = transformers.AutoConfig.for_model(**loaded.config)
+  torch_dtype = getattr(torch, dtype)
+  torch.set_num_threads(len(os.sched_getaffinity(0)))
+  model = transformers.AutoModelForCausalLM.from_config(config)
+  model = model.to(torch_dtype).eval()
+  held = slots // 2
+  with torch.inference_mode():
+    prompt = torch.zeros((1, held), dtype=torch.long)
+    past = model(prompt, use_cache=True).past_key_values
+
+  def make(n):
+    tokens = torch.arange(n)[None] + 100
+
+    def run():
+      with torch.inference_mode():
+        model(tokens, past_key_values=past, use_cache=True)
+        past.crop(held)
+
+    return run
+
+  return make
+
+
+def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
+  """Measures passes of a model over blocks of tokens."""
+  loaded = spec_jax.load(name, dtype="float32", tokenizer=False)
+  makers = {"xla float32": _passes(loaded, loaded.params, slots)}
+  weight_bytes = {
+    "xla float32": sum(x.nbytes for x in jax.tree.leaves(loaded.params))
+  }
+  if kernels.why_not() is None:
+    for weights in kernels.WEIGHTS:
+      params = kernels.pack_params(loaded.params, weights=weights)
+      makers[f"kernel {weights}"] = _passes(loaded, params, slots)
+      weight_bytes[f"kernel {weights}"] = sum(
+        x.nbytes for x in jax.tree.leaves(params)
+      )
+  if _TORCH.value:
+    try:
+      for dtype in kernels.WEIGHTS:
+        makers[f"transformers {dtype}"] = _torch_passes(loaded, dtype, slots)
+    except ImportError as error:
+      print(f"no transformers times: {error}")
+  cases = {
+    (kind, n): make(n) for kind, make in makers.items() for n in _ROWS.value
+  }
+  lines = _lines("model", take_turns(cases, repeats), model=name, slots=slots)
+  for line in lines:
+    line["weight_bytes"] = weight_bytes.get(line["name"])
+  _print_table(f"one pass of {name}, {slots} slots", lines)
+  return lines
+
+
+def plot(lines: list[dict[str, Any]], path: str) -> None:
+  """Draws the cost of a pass against its width, and the memory floor."""
+  from matplotlib import pyplot as plt
+
+  passes = [x for x in lines if x["part"] == "model"]
+  copies = [x for x in lines if x["part"] == "floor" and x["name"] == "copy"]
+  figure, axes = plt.subplots(figsize=(6, 4))
+  for name in dict.fromkeys(x["name"] for x in passes):
+    ours = sorted(
+      (x["rows"], x["median_ms"]) for x in passes if x["name"] == name
+    )
+    axes.plot(*zip(*ours, strict=True), marker="o", label=name)
+  sizes = [x["weight_bytes"] for x in passes if x["weight_bytes"]]
+  if copies and sizes:
+    floor = max(sizes) / copies[0]["median_gb_s"] / 1e6
+    label = "float32 weights at a copy's speed"
+    axes.axhline(floor, color="gray", linestyle="--", label=label)
+  axes.set_xscale("log", base=2)
+  axes.set_yscale("log")
+  axes.set_xlabel("tokens in one pass")
+  axes.set_ylabel("milliseconds")
+  axes.legend(fontsize=8)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+  plt.close(figure)
+
+
+def main() -> int:
+  """Measures the parts asked for; returns the exit code."""
+  known = {"floor", "stream", "model"}
+  if unknown := set(_PARTS.value) - known:
+    raise launch.UserError(f"--parts={sorted(unknown)} is none of {known}")
+  if (reason := kernels.why_not()) is not None:
+    print(f"no kernel: {reason}")
+  lines: list[dict[str, Any]] = []
+  if "floor" in _PARTS.value:
+    lines += measure_floor(_REPEATS.value)
+  if "stream" in _PARTS.value:
+    for K, N, count in _STREAMS:
+      lines += measure_stream(K, N, count, _REPEATS.value)
+  if "model" in _PARTS.value:
+    lines += measure_model(_MODEL.value, _SLOTS.value, _REPEATS.value)
+  if _OUT.value:
+    found = {"environment": results.environment(), "lines": lines}
+    Path(_OUT.value).write_text(json.dumps(found, indent=1) + "\n")
+  if _PLOT.value:
+    plot(lines, _PLOT.value)
+  return 0
+
+
+if __name__ == "__main__":
+  launch.run(main)
