@@ -19,6 +19,11 @@ def get_config() -> ConfigDict:
   config.model = "smollm2-135m-instruct"
   # float32, bfloat16 or float16; "" = float32 on CPU, bfloat16 elsewhere.
   config.dtype = ""
+  config.execution = ConfigDict()
+  # auto, on or off: on a CPU, read a block at about the price of one token.
+  config.execution.cpu_kernel = "auto"
+  # What that kernel stores: float32, or bfloat16 (rounded: another model).
+  config.execution.weights = "float32"
   # Of rows whose sampling gives no seed of its own.
   config.seed = 0
   # Prompts are put through the model's chat template: auto, yes or no.

@@ -6,14 +6,15 @@ Three parts. `floor`: bytes per second of a copy and of reading alone, over all
 processors. `stream`: products with matrices that do not fit a cache together,
 XLA's dot against the kernel with float32 and bfloat16 weights. `model`: one
 pass over 1, 2, ... tokens behind a half full cache, logits of each token
-included, and transformers' if torch is installed. All cases of a part take
-turns, so that a disturbance meets all of them; medians are printed, minima and
-all times written. Run it on a quiet machine.
+included. All cases of a part take turns, so that a disturbance meets all of
+them; medians are printed, minima and all times written. Run it on a quiet
+machine.
 """
 
 from collections.abc import Callable
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -40,7 +41,6 @@ _SLOTS = flags.DEFINE_integer("slots", 512, "Tokens the cache has room for.")
 _ROWS = flags.DEFINE_multi_integer(
   "rows", [1, 2, 4, 8, 12, 16, 32, 64], "Rows, or tokens of a pass."
 )
-_TORCH = flags.DEFINE_bool("torch", True, "Time transformers if it has torch.")
 
 # (K, N, matrices): the issue's stream, then SmolLM2-135M's shapes, each more
 # than the second-level caches hold.
@@ -76,6 +76,10 @@ def take_turns(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
       run()
       times[case].append(time.perf_counter() - start)
   return times
+
+
+def _finish(run: Callable, *args) -> None:
+  jax.block_until_ready(run(*args))
 
 
 def _lines(part: str, times, **fields) -> list[dict[str, Any]]:
@@ -149,7 +153,9 @@ def measure_stream(K: int, N: int, count: int, repeats: int) -> list:
   plain = [
     random.standard_normal((K, N), np.float32) / K**0.5 for _ in range(count)
   ]
-  stores = {"xla float32": ([jnp.asarray(w) for w in plain], jnp.matmul)}
+  stores: dict[str, tuple[list, Callable]] = {
+    "xla float32": ([jnp.asarray(w) for w in plain], jnp.matmul)
+  }
   if kernels.why_not() is None:
     for weights in kernels.WEIGHTS:
       packed = [kernels.pack(w, weights=weights) for w in plain]
@@ -159,9 +165,7 @@ def measure_stream(K: int, N: int, count: int, repeats: int) -> list:
     run = jax.jit(lambda x, ws, multiply=multiply: [multiply(x, w) for w in ws])
     for rows in _ROWS.value:
       x = jnp.asarray(random.standard_normal((rows, K), np.float32))
-      cases[name, rows] = lambda run=run, x=x, store=store: (
-        jax.block_until_ready(run(x, store))
-      )
+      cases[name, rows] = functools.partial(_finish, run, x, store)
   lines = _lines("stream", take_turns(cases, repeats), K=K, N=N, matrices=count)
   _print_table(f"{count} matrices {K} x {N}", lines)
   return lines
@@ -187,35 +191,7 @@ def _passes(loaded, params, slots: int) -> Callable[[int], Callable]:
 
   def make(n):
     tokens = jnp.arange(n, dtype=jnp.int32)[None] + 100
-    return lambda: jax.block_until_ready(read(params, tokens, cache))
-
-  return make
-
-
-def _torch_passes(loaded, dtype: str, slots: int) -> Callable[[int], Callable]:
-  """As `_passes` with transformers, random weights: times do not see them."""
-  import torch
-  import transformers
-
-  config = transformers.AutoConfig.for_model(**loaded.config)
-  torch_dtype = getattr(torch, dtype)
-  torch.set_num_threads(len(os.sched_getaffinity(0)))
-  model = transformers.AutoModelForCausalLM.from_config(config)
-  model = model.to(torch_dtype).eval()
-  held = slots // 2
-  with torch.inference_mode():
-    prompt = torch.zeros((1, held), dtype=torch.long)
-    past = model(prompt, use_cache=True).past_key_values
-
-  def make(n):
-    tokens = torch.arange(n)[None] + 100
-
-    def run():
-      with torch.inference_mode():
-        model(tokens, past_key_values=past, use_cache=True)
-        past.crop(held)
-
-    return run
+    return functools.partial(_finish, read, params, tokens, cache)
 
   return make
 
@@ -234,18 +210,12 @@ def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
       weight_bytes[f"kernel {weights}"] = sum(
         x.nbytes for x in jax.tree.leaves(params)
       )
-  if _TORCH.value:
-    try:
-      for dtype in kernels.WEIGHTS:
-        makers[f"transformers {dtype}"] = _torch_passes(loaded, dtype, slots)
-    except ImportError as error:
-      print(f"no transformers times: {error}")
   cases = {
     (kind, n): make(n) for kind, make in makers.items() for n in _ROWS.value
   }
   lines = _lines("model", take_turns(cases, repeats), model=name, slots=slots)
   for line in lines:
-    line["weight_bytes"] = weight_bytes.get(line["name"])
+    line["weight_bytes"] = weight_bytes[line["name"]]
   _print_table(f"one pass of {name}, {slots} slots", lines)
   return lines
 
@@ -262,13 +232,13 @@ def plot(lines: list[dict[str, Any]], path: str) -> None:
       (x["rows"], x["median_ms"]) for x in passes if x["name"] == name
     )
     axes.plot(*zip(*ours, strict=True), marker="o", label=name)
-  sizes = [x["weight_bytes"] for x in passes if x["weight_bytes"]]
+  sizes = [x["weight_bytes"] for x in passes]
   if copies and sizes:
     floor = max(sizes) / copies[0]["median_gb_s"] / 1e6
     label = "float32 weights at a copy's speed"
     axes.axhline(floor, color="gray", linestyle="--", label=label)
   axes.set_xscale("log", base=2)
-  axes.set_yscale("log")
+  axes.set_ylim(bottom=0)
   axes.set_xlabel("tokens in one pass")
   axes.set_ylabel("milliseconds")
   axes.legend(fontsize=8)

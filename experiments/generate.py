@@ -294,7 +294,7 @@ def main() -> int | None:
 def _chat(config, options, settings: Settings, mesh) -> int:
   from experiments import chat
 
-  opened = launch.inspect(config.model, config.dtype)
+  opened = launch.inspect(config.model, config)
   draft = launch.inspect_draft(config, opened)
   launch.check_sizes(opened, draft, config, options)
   chat.check(opened.loaded, config, settings)
@@ -305,7 +305,7 @@ def _chat(config, options, settings: Settings, mesh) -> int:
 
 def _generate(config, options, settings: Settings, mesh, texts, out) -> int:
   begin = time.perf_counter()
-  opened = launch.inspect(config.model, config.dtype)
+  opened = launch.inspect(config.model, config)
   draft = launch.inspect_draft(config, opened)
   launch.check_sizes(opened, draft, config, options)
   with launch.user_errors():

@@ -172,14 +172,27 @@ def mesh_of(text: str):
     return sharding.make_mesh(int(parts[0]), int(parts[1]))
 
 
-def inspect(name: str, dtype: str) -> hub.Inspected:
+def inspect(name: str, config: ConfigDict) -> hub.Inspected:
   """Opens a model without reading its weights.
 
+  Args:
+    name: of the model.
+    config: says how it is held: dtype, CPU kernel (not on a mesh).
+
   Raises:
-    UserError: if it cannot be opened.
+    UserError: if it cannot be opened or held so.
   """
+  execution = config.execution
+  kernel = execution.cpu_kernel
+  if config.mesh and kernel == "on":
+    raise UserError("the CPU kernel does not run on a mesh: use cpu_kernel=off")
   with user_errors():
-    return hub.inspect(name, dtype=dtype or None)
+    return hub.inspect(
+      name,
+      dtype=config.dtype or None,
+      cpu_kernel="off" if config.mesh else kernel,
+      cpu_weights=execution.weights,
+    )
 
 
 def inspect_draft(
@@ -211,7 +224,7 @@ def inspect_draft(
         f"the draft's layers must be in [1, {layers}], got {draft}"
       )
     return int(draft)
-  opened = inspect(draft, config.dtype)
+  opened = inspect(draft, config)
   with user_errors():
     check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
   return opened

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import gguf_hf, gguf_io, gguf_tokenizer, models, weights
+from spec_jax import (
+  gguf_hf,
+  gguf_io,
+  gguf_tokenizer,
+  kernels,
+  models,
+  weights,
+)
 from spec_jax.base import Model, PyTree
 from spec_jax.builtin import BUILTIN, download_builtin, sha256_of
 from spec_jax.models import decoder
@@ -127,6 +134,8 @@ def inspect(
   scan_layers: bool | None = None,
   revision: str | None = None,
   tokenizer: bool = True,
+  cpu_kernel: str = "auto",
+  cpu_weights: str = "float32",
 ) -> Inspected:
   """Opens a model and checks all that can be known before weights are read.
 
@@ -139,6 +148,12 @@ def inspect(
       GPU with more than 40 layers that are alike.
     revision: branch, tag or commit of a hub name.
     tokenizer: whether to load the tokenizer too.
+    cpu_kernel: whether matrices are packed for the CPU kernel, which reads a
+      block of tokens at about the price of one: "auto" (on a CPU, for float32
+      parameters that are not stacked, if it can be built), "on" or "off"
+      (training and meshes need plain arrays).
+    cpu_weights: what packed matrices store, "float32" or "bfloat16" (rounded
+      once, computed in float32: another model, twice as fast).
 
   Returns:
     Inspected.
@@ -177,11 +192,33 @@ def inspect(
     model, None, words, found.config, name, hashes, stop_ids, found.files
   )
 
+  store = _packer(cpu_kernel, cpu_weights, dtype, scan_layers)
+
   def read() -> Loaded:
-    params = weights.read_params(plan, dtype=dtype, scan_layers=scan_layers)
+    params = weights.read_params(
+      plan, dtype=dtype, scan_layers=scan_layers, store=store
+    )
     return loaded._replace(params=params)
 
   return Inspected(loaded, read)
+
+
+def _packer(cpu_kernel: str, cpu_weights: str, dtype, scan_layers: bool):
+  """Returns what packs parameters for the CPU kernel, or None."""
+  fits = dtype == jnp.float32 and not scan_layers
+  if cpu_kernel == "on" and not fits:
+    raise LoadError(
+      f"cpu_kernel=on needs float32 parameters that are not stacked, these "
+      f"are {dtype}{' and stacked' if scan_layers else ''}"
+    )
+  try:
+    store = kernels.make_packer(cpu_weights)
+    use = kernels.choose(cpu_kernel if fits else "off")
+  except (ValueError, kernels.KernelError) as error:
+    raise LoadError(str(error)) from error
+  if not use and cpu_weights != "float32":
+    raise LoadError(f"cpu_weights={cpu_weights} needs the CPU kernel")
+  return store if use else None
 
 
 def weights_hash(source: Loaded | str | os.PathLike) -> str:

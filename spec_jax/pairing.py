@@ -37,7 +37,7 @@ def resolve_draft(loaded: Loaded, draft: Loaded | str | int | None):
       loaded.model.config, loaded.params, draft
     )
     stacked = isinstance(params["layers"], dict)
-    dtype = params["embed"].dtype
+    dtype = params["final_norm"].dtype
     return _build_short(short, dtype, stacked), params
   raise ValueError(
     f"draft must be a loaded model, 'target' or a number of layers, got "

@@ -97,8 +97,7 @@ class Program:
 
   def prepare(self, params, *args) -> Callable:
     """Compiles for these shapes if they are new; runs nothing."""
-    # The weights keep their shapes; the stop strings' table may not.
-    leaves, structure = jax.tree.flatten((params.get("stops"), args))
+    leaves, structure = jax.tree.flatten((params, args))
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
     key = (structure, tuple(kinds), jax.tree.structure(params))
     if key not in self._compiled:

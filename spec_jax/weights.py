@@ -4,7 +4,7 @@ Memory grows by the parameters and 16 MB, on devices of their own by the
 largest parameter alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import itertools
 import logging
 import math
@@ -121,7 +121,11 @@ def assemble_params(
 
 
 def read_params(
-  plan: Mapping[tuple, tuple], *, dtype: Any, scan_layers: bool = False
+  plan: Mapping[tuple, tuple],
+  *,
+  dtype: Any,
+  scan_layers: bool = False,
+  store: Callable[[tuple, np.ndarray], Any] | None = None,
 ) -> PyTree:
   """Reads what `check_tensors` returned, the largest parameter first.
 
@@ -129,6 +133,9 @@ def read_params(
     plan: per path `(Source, Tensor)`.
     dtype: of the parameters.
     scan_layers: whether to stack the layers' parameters.
+    store: `store(path, array)` returns what to hold for a parameter, for
+      example packed (`kernels.make_packer`); by default an array on the
+      default device.
 
   Returns:
     As `assemble_params`.
@@ -154,10 +161,12 @@ def read_params(
     value = _aligned((*lead, *shapes.pop()), dtype)
     for index, (_, source, tensor) in enumerate(parts):
       _fill(value[index] if lead else value, source, tensor)
-    # On CPU the array is this memory, which nobody else holds.
-    array = jax.device_put(value, may_alias=True)
-    _put(params, key, array.block_until_ready())
-    del value, array
+    if store is None:  # on CPU the array is this memory, nobody else's
+      held = jax.device_put(value, may_alias=True)
+    else:
+      held = store(key, value)
+    _put(params, key, jax.block_until_ready(held))
+    del value, held
   return _tuples(params)
 
 

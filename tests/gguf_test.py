@@ -1,5 +1,7 @@
 """Tests of GGUF files: header, row order, norms, config, block formats."""
 
+import functools
+
 from checkpoints import LLAMA, llama_tensors, write_folder, write_gguf
 import gguf
 import jax
@@ -11,6 +13,9 @@ from spec_jax import gguf_io, hub
 from spec_jax.gguf_hf import hf_config, hf_tensors, interleaved_rows
 from spec_jax.gguf_io import read_gguf
 from spec_jax.safetensors_io import LoadError
+
+# Plain arrays: the CPU kernel has tests of its own.
+load = functools.partial(hub.load, cpu_kernel="off")
 
 _Q, _K = (f"model.layers.1.self_attn.{x}_proj" for x in "qk")
 
@@ -70,7 +75,7 @@ def test_biases_of_llama_type_files_are_reordered_and_not_dropped(tmp_path):
   for name in (f"{_Q}.bias", f"{_K}.bias"):
     np.testing.assert_array_equal(_array(tensors[name]), arrays[name])
   with pytest.raises(LoadError, match="attention_bias"):
-    hub.load(path, tokenizer=False)
+    load(path, tokenizer=False)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
@@ -78,8 +83,8 @@ def test_logits_are_those_of_the_safetensors_folder(tmp_path, arch):
   arrays = llama_tensors(bias=arch == "qwen2")
   path = write_gguf(tmp_path / "a.gguf", LLAMA, arrays, arch=arch)
   folder = write_folder(tmp_path / "hf", LLAMA | {"model_type": arch}, arrays)
-  ours = _logits(hub.load(path, tokenizer=False))
-  theirs = _logits(hub.load(folder, tokenizer=False))
+  ours = _logits(load(path, tokenizer=False))
+  theirs = _logits(load(folder, tokenizer=False))
   # The same float32 numbers go in, so the same come out.
   np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
   assert float(jnp.abs(theirs).max()) > 0.1
@@ -89,7 +94,7 @@ def test_a_tied_file_has_no_head(tmp_path):
   tied = LLAMA | {"tie_word_embeddings": True}
   config, _ = _view(write_gguf(tmp_path / "tied.gguf", tied))
   assert config["tie_word_embeddings"] is True
-  assert "head" not in hub.load(tmp_path / "tied.gguf", tokenizer=False).params
+  assert "head" not in load(tmp_path / "tied.gguf", tokenizer=False).params
   config, _ = _view(write_gguf(tmp_path / "untied.gguf"))
   assert config["tie_word_embeddings"] is False
 
@@ -240,7 +245,7 @@ def test_gemma_config_and_load(tmp_path):
   assert config["rope_parameters"]["full_attention"]["rope_theta"] == 1e6
   assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 1e4
   assert config["query_pre_attn_scalar"] == 8
-  loaded = hub.load(path, tokenizer=False)
+  loaded = load(path, tokenizer=False)
   assert loaded.model.config.windows == (4, 4)
   assert bool(jnp.isfinite(_logits(loaded)).all())
 
@@ -331,7 +336,7 @@ def test_metadata_of_every_type_are_read(tmp_path):
 
 def test_stacked_layers_load_from_gguf(tmp_path):
   path = write_gguf(tmp_path / "a.gguf")
-  loop = hub.load(path, tokenizer=False)
-  scan = hub.load(path, tokenizer=False, scan_layers=True)
+  loop = load(path, tokenizer=False)
+  scan = load(path, tokenizer=False, scan_layers=True)
   assert len(jax.tree.leaves(scan.params)) < len(jax.tree.leaves(loop.params))
   np.testing.assert_allclose(_logits(loop), _logits(scan), atol=1e-5)

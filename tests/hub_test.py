@@ -1,5 +1,6 @@
 """Tests of `load`: names, what is checked before weights, what users read."""
 
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,10 @@ from safetensors.numpy import save_file
 from tiny_tokenizer import byte_level_tokenizer, metaspace_tokenizer
 
 from spec_jax import hub, weights
-from spec_jax.hub import LoadError, load, weights_hash
+from spec_jax.hub import LoadError, weights_hash
+
+# Plain arrays: the CPU kernel has tests of its own.
+load = functools.partial(hub.load, cpu_kernel="off")
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_what_a_library_depends_on_names_it(fake_compiler, monkeypatch):
   """Another jaxlib, processor, flag or compiler is another library."""
   calls = fake_compiler()
   build._library()
-  monkeypatch.setattr(build.jaxlib, "__version__", "0.0.0")
+  monkeypatch.setattr(build.metadata, "version", lambda name: f"{name} 0")
   build._library()
   monkeypatch.setattr(build, "_processor", lambda: "a toaster")
   build._library()

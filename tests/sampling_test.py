@@ -319,13 +319,17 @@ def test_noise_is_uniform_below_one_and_shaped_as_documented():
 
 
 def test_plain_noise_belongs_to_a_position_and_the_rest_to_a_step():
-  """D8: at length 5 and at 7, plain draws of positions 7 and 8 agree."""
+  """D8: at length 5 and 7 plain draws of 7 and 8 agree, for trees of any size.
+
+  Else a deterministic drafter's text at a temperature were not plain's.
+  """
   key = jax.random.split(jax.random.key(3), 1)
-  at = lambda length, depth: sampling.draw_noise(
-    key[jnp.array([0])], jnp.array([length]), 4, depth
+  at = lambda length, nodes, depth: sampling.draw_noise(
+    key[jnp.array([0])], jnp.array([length]), nodes, depth
   )
-  a, b = at(5, 3), at(7, 1)
+  a, b = at(5, 4, 3), at(7, 9, 1)
   assert fakes.same(a.plain[:, 2:], b.plain)
+  assert fakes.same(at(7, 1, 0).plain, b.plain[:, :1])
   for name in ("draft", "accept", "residual"):
     x, y = getattr(a, name), getattr(b, name)
     assert not np.isin(np.asarray(x), np.asarray(y)).any()

@@ -241,14 +241,14 @@ def test_positions_go_on_from_the_cache_and_siblings_share_one():
 
 
 def test_laws_along_a_path_count_the_tokens_before_them():
-  """S1, S4: repetition penalty 2 on a logit of 2, drafts 3, 3, then 4."""
+  """S1, S4: penalties on logits of 2 for 3 and 5; prompts 5 and 3."""
   settings = [
     Settings(temperature=1, repetition_penalty=2.0, max_new_tokens=9),
     Settings(temperature=1, frequency_penalty=0.5, max_new_tokens=9),
   ]
   size = 6
   table = np.zeros((1, size, size), np.float32)
-  table[:, :, 3] = 2.0
+  table[:, :, [3, 5]] = 2.0
   model, _ = fakes.tables(size, period=1)
   rig = fakes.Rig(
     (model, {"table": jnp.asarray(table)}),
@@ -259,16 +259,19 @@ def test_laws_along_a_path_count_the_tokens_before_them():
   )
   rig.params["draft"] = jnp.full((2, SLOTS, 3), 3)
   state = rig.start([[5], [3]], settings)
-  # .65 and .6 lie in the cells of token 3, .999 in those of token 5.
-  noise = fakes.noise(rig.drafter, 2, plain=[0.65, 0.6, 0.999])
+  # .5 and .4 lie in the cells of token 3, .999 in those of token 5.
+  noise = fakes.noise(rig.drafter, 2, plain=[0.5, 0.4, 0.999])
   after, info = rig.step(rig.params, state, noise)
   assert fakes.outputs(after) == [[3, 3, 5]] * 2
   laws = np.asarray(info.laws)
+  # The prompt counts for the repetition penalty alone.
+  five = np.log(laws[:, :, 5] / laws[:, :, 0])
+  np.testing.assert_allclose(five, [[1, 1, 1], [2, 2, 2]], rtol=1e-5)
   logits = np.log(laws[:, :, 3] / laws[:, :, 0])
   np.testing.assert_allclose(logits, [[2, 1, 1], [2, 1.5, 1]], rtol=1e-5)
   _, info = rig.step(rig.params, after)
   logits = np.log(np.asarray(info.laws[1, 0]) / info.laws[1, 0, 0])
-  np.testing.assert_allclose(logits, [0, 0, 0, 1, 0, -0.5], atol=1e-5)
+  np.testing.assert_allclose(logits, [0, 0, 0, 1, 0, 1.5], atol=1e-5)
 
 
 # --- the loop and the state ------------------------------------------------

@@ -10,6 +10,7 @@ are complete: processes may do this at the same time.
 import ctypes
 import functools
 import hashlib
+from importlib import metadata
 import json
 import logging
 import os
@@ -22,7 +23,6 @@ import tempfile
 import threading
 
 import jax
-import jaxlib
 
 from spec_jax.builtin import cache_dir, sha256_of
 
@@ -164,7 +164,7 @@ def _key() -> str:
     platform.system(),
     platform.machine(),
     _processor(),
-    jaxlib.__version__,
+    metadata.version("jaxlib"),
   )
   digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
   return f"{_SOURCE.stem}-{digest[:16]}"

@@ -290,9 +290,10 @@ void Job::RunPanels(const Weight& w, int64_t panel, int count, bool has_next) {
   }
   const char* start = w.panels + panel * stride;
   for (int64_t top = 0; top < rows; top += kMaxRows) {
-    const int num_rows = static_cast<int>(std::min<int64_t>(kMaxRows, rows - top));
-    const int tiles =
-        num_rows <= kTile ? 1 : (num_rows + kTiles - 1) / kTiles;
+    const int num_rows =
+        static_cast<int>(std::min<int64_t>(kMaxRows, rows - top));
+    // By all rows: `group` is, and 10 rows left of 74 still go in tiles of 5.
+    const int tiles = rows <= kTile ? 1 : (num_rows + kTiles - 1) / kTiles;
     for (int64_t k = 0; k < size; k += kChunk) {
       const int64_t chunk = std::min(kChunk, size - k);
       // The next chunk comes into cache while the tiles take turns over this.
