@@ -250,9 +250,9 @@ def _build(
     """Runs one layer; returns its output and the block's keys and values."""
     B, T, _ = x_BTD.shape
     y = norm(w, "attn_norm", x_BTD)
-    q = common.linear(y, w["wq"], w.get("bq")).reshape(B, T, H, E)
-    k = common.linear(y, w["wk"], w.get("bk")).reshape(B, T, G, E)
-    v = common.linear(y, w["wv"], w.get("bv")).reshape(B, T, G, E)
+    biases = [w.get(name) for name in ("bq", "bk", "bv")]
+    q, k, v = common.linears(y, [w["wq"], w["wk"], w["wv"]], biases)
+    q, k, v = (z.reshape(B, T, -1, E) for z in (q, k, v))
     if c.qk_norm:
       q = common.rms_norm(q, w["q_norm"], c.norm_eps, offset=offset)
       k = common.rms_norm(k, w["k_norm"], c.norm_eps, offset=offset)
@@ -271,8 +271,12 @@ def _build(
     y = common.linear(y, w["wo"], w.get("bo"))
     x = x_BTD + (norm(w, "attn_post_norm", y) if c.post_norms else y)
     y = norm(w, "ffn_norm", x)
-    up = common.linear(y, w["w_up"], w.get("b_up"))
-    y = act(common.linear(y, w["w_gate"])) * up if c.gated else act(up)
+    if c.gated:
+      both = [w["w_up"], w["w_gate"]]
+      up, gate = common.linears(y, both, [w.get("b_up"), None])
+      y = act(gate) * up
+    else:
+      y = act(common.linear(y, w["w_up"], w.get("b_up")))
     y = common.linear(y, w["w_down"], w.get("b_down"))
     x = x + (norm(w, "ffn_post_norm", y) if c.post_norms else y)
     return x, (None if kv_block is None else (k, v))
