@@ -232,7 +232,7 @@ def _build(
   precision: str | None,
 ) -> Model:
   c = config
-  H, G, E = c.num_heads, c.num_kv_heads, c.head_dim
+  G, E = c.num_kv_heads, c.head_dim
   scale = E**-0.5 if c.attention_scale is None else c.attention_scale
   act = common.ACTIVATIONS[c.activation]
   offset = 1.0 if c.norm == "rms_plus_one" else 0.0
