@@ -21,15 +21,16 @@ import numpy as np
 from spec_jax import (
   gguf_hf,
   gguf_io,
-  gguf_tokenizer,
   kernels,
   models,
+  vocabulary,
   weights,
 )
 from spec_jax.base import Model, PyTree
 from spec_jax.builtin import BUILTIN, download_builtin, sha256_of
 from spec_jax.models import decoder
 from spec_jax.safetensors_io import LoadError, Tensor, open_safetensors
+from spec_jax.vocabulary import as_ids
 
 __all__ = [
   "Inspected",
@@ -66,11 +67,8 @@ class Loaded(NamedTuple):
   files: tuple[Path, ...]
 
 
-# Tokens that end a turn in the chat templates of the families here.
-_END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end|>")
 # Beyond it a layer loop compiles too long (design, D3).
 _SCAN_ABOVE = 40
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What is fetched from the hub before a config has been accepted, and after.
 _SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -181,13 +179,13 @@ def inspect(
   hashes = {"config": _sha256_of_json(found.config)}
   words = None
   if tokenizer:
-    words, hashes["tokenizer"] = _tokenizer(found, name)
-    _check_tokenizer(words, config.vocab_size, name)
+    words, hashes["tokenizer"] = vocabulary.read_tokenizer(found.words, name)
+    vocabulary.check_tokenizer(words, config.vocab_size, name)
   try:
     model = decoder.build(config, dtype=dtype, scan_layers=scan_layers)
   except ValueError as error:
     raise LoadError(f"{name}: {error}") from error
-  stop_ids = _stop_ids(found.eos, words, config.vocab_size)
+  stop_ids = vocabulary.stop_ids(found.eos, words, config.vocab_size)
   loaded = Loaded(
     model, None, words, found.config, name, hashes, stop_ids, found.files
   )
@@ -318,7 +316,7 @@ def _open_folder(folder: Path) -> _Found:
   eos = []
   for name in ("generation_config.json", "config.json"):
     if (folder / name).exists():
-      eos += _ids(_read_json(folder / name, str(folder)).get("eos_token_id"))
+      eos += as_ids(_read_json(folder / name, str(folder)).get("eos_token_id"))
   return _Found(config, tensors, files, folder, tuple(eos))
 
 
@@ -354,7 +352,7 @@ def _open_gguf(path: Path) -> _Found:
   ids = [
     gguf.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot")
   ]
-  eos = [i for value in ids for i in _ids(value)]
+  eos = [i for value in ids for i in as_ids(value)]
   return _Found(config, tensors, (path,), gguf, tuple(eos))
 
 
@@ -403,73 +401,6 @@ def _dtype(dtype: Any) -> np.dtype:
     if dtype in (name, jnp.dtype(name)):
       return jnp.dtype(name)
   raise LoadError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
-
-
-# --- tokenizers and stop ids ------------------------------------------------
-
-
-def _tokenizer(found: _Found, name: str) -> tuple[Any, str]:
-  """Returns the tokenizer and the hash of its tokenizer.json."""
-  # transformers says at import that it has no torch, which is as it should be.
-  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  import transformers
-
-  folder = found.words
-  if not isinstance(folder, Path):
-    folder = gguf_tokenizer.saved_tokenizer(folder)
-  if not any((folder / file).exists() for file in _TOKENIZER_FILES):
-    raise LoadError(
-      f"{name} holds no tokenizer; load with tokenizer=False to go without"
-    )
-  try:
-    if (folder / "tokenizer.json").exists():
-      # As the file says; AutoTokenizer may rebuild it by model type.
-      words = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-      return words, sha256_of(folder / "tokenizer.json")
-    words = transformers.AutoTokenizer.from_pretrained(folder)
-  except Exception as error:  # the libraries raise anything, even Exception
-    raise LoadError(
-      f"{name}: cannot load its tokenizer ({error}); load with tokenizer=False"
-      " to go without"
-    ) from error
-  backend = getattr(words, "backend_tokenizer", None)
-  text = backend.to_str() if backend is not None else ""
-  return words, hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_tokenizer(words: Any, vocab_size: int, name: str) -> None:
-  """Refuses a tokenizer with ids that have no row.
-
-  Gemma's has one more, for images. Special tokens the chat template does not
-  write are let pass: no text contains them by accident.
-  """
-  template = str(words.chat_template or "")
-  over = {t: i for t, i in words.get_vocab().items() if i >= vocab_size}
-  special = set(words.all_special_tokens)
-  special |= {
-    str(token) for token in words.added_tokens_decoder.values() if token.special
-  }
-  if any(t not in special or t in template for t in over):
-    raise LoadError(
-      f"{name}: its tokenizer has ids up to {max(over.values())}, its weights"
-      f" {vocab_size} rows"
-    )
-
-
-def _stop_ids(eos: tuple[int, ...], words: Any, vocab_size: int):
-  ids = list(eos)
-  if words is not None:
-    ids += _ids(words.eos_token_id)
-    template, vocab = str(words.chat_template or ""), words.get_vocab()
-    ids += [vocab[t] for t in _END_OF_TURN if t in template and t in vocab]
-  return tuple(i for i in dict.fromkeys(ids) if 0 <= i < vocab_size)
-
-
-def _ids(value: Any) -> list[int]:
-  """Returns `eos_token_id` as a list: it may be a number, a list or None."""
-  if value is None:
-    return []
-  return [int(i) for i in value] if isinstance(value, list) else [int(value)]
 
 
 def _sha256_of_json(value: Any) -> str:

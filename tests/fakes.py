@@ -51,6 +51,13 @@ GREEDY: frozenset[str] = frozenset()  # Compiles in a third of the time.
 _NOISE = 0.25
 
 
+# A third of the compile time goes into optimising what runs for milliseconds;
+# the enumeration of laws runs what XLA makes by default.
+jit = functools.partial(
+  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
 def tiny(vocab=13, *, windows=(None, 4), max_length=256, seed=5):
   """Returns (model, params) of a decoder whose layers have these windows."""
   config = decoder.DecoderConfig(
@@ -213,11 +220,6 @@ class Rig:
     self.raw_init = init
     self.raw_step = steps.make_step(
       self.model, drafter, policy, logprobs=logprobs, trace=trace, **extra
-    )
-    # A third of the compile time goes into optimising what runs for
-    # milliseconds; the enumeration of laws runs what XLA makes by default.
-    jit = functools.partial(
-      jax.jit, compiler_options={"xla_backend_optimization_level": 0}
     )
     self.init, self.resume = jit(init), jit(resume)
     self.step = jit(self.raw_step)

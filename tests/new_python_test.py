@@ -26,9 +26,9 @@ _FILES = (
   "cache_test.py",
   "sampling_test.py",
   "verify_test.py",
-  "decoder_test.py",
   "step_test.py",
-  "laws_test.py",
+  "kernels_test.py",
+  "engine_test.py",
 )
 # Seconds for all of it, of which a fresh environment takes up to 60 %: this
 # is one test of a suite that should end in 12 minutes.

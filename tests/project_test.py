@@ -221,7 +221,8 @@ def test_requirements_are_used():
 def test_imports_are_required():
   """Every third-party package that is imported stands in requirements.txt."""
   required = {_IMPORT_NAMES.get(n, n) for n in _requirements()}
-  own = {*_PACKAGES, "configs", *sys.stdlib_module_names}
+  # jaxlib comes with jax.
+  own = {*_PACKAGES, "configs", "jaxlib", *sys.stdlib_module_names}
   unlisted = {
     f"{_name(path)}: {name}"
     for path in _files(*_PACKAGES, "configs")

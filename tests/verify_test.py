@@ -68,7 +68,7 @@ def _run(noise, laws, draft, depth):
   return verify(noise, law_at, draft, depth)
 
 
-_decide = jax.jit(_run, static_argnames="depth")
+_decide = fakes.jit(_run, static_argnames="depth")
 
 
 def first_token_law(p, q, *, probs=None, law=IID):
