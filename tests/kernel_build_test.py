@@ -272,7 +272,7 @@ def test_lesser_instruction_sets_compute_the_same(
   monkeypatch.setattr(build, "_MACHINE_FLAGS", (flags,))
   library = ctypes.CDLL(str(build._library()))
   name = f"{build.TARGET}{flags[0]}"
-  handler = jax.ffi.pycapsule(getattr(library, build._SYMBOL))
+  handler = jax.ffi.pycapsule(getattr(library, build._SYMBOLS[build.TARGET]))
   jax.ffi.register_ffi_target(name, handler, platform="cpu")
   monkeypatch.setattr(build, "TARGET", name)
   for ours, theirs in zip(products(), want, strict=True):

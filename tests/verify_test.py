@@ -212,28 +212,22 @@ def first_two_law(kinds, *, acceptable=None, q_root=None, seed=0):
       weights.append(w * x)
       accept.append([0, *bits])
   rows, weights, accept = map(np.array, (rows, weights, accept))
-  laws = np.concatenate([np.tile(p, (len(rows), 1, 1)), after[rows[:, 1:]]], 1)
   usable = np.array([True, *(acceptable or [True] * 6)])
-  probs = np.tile(q, (len(rows), 1, 1))
-  draft = draft_of(tree, rows, [0, *kinds], probs, usable)
-  verdict = decide(draft, laws, accept=accept)
-  chance = np.asarray(verdict.accept_prob, np.float64)
-  for i in range(1, N):
-    weights = weights * np.where(
-      accept[:, i] == 0, chance[:, i], 1 - chance[:, i]
-    )
-  law = np.zeros((V, V))
-  path, num = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
-  residual = np.asarray(verdict.residual, np.float64)
-  for r in np.flatnonzero(weights > 0):
-    first = rows[r, path[r, 1]] if num[r] else None
-    second = rows[r, path[r, 2]] if num[r] == 2 else None
-    if num[r] == 2:
-      law[first, second] += weights[r]
-    elif num[r] == 1:
-      law[first] += weights[r] * residual[r]
-    else:
-      law += weights[r] * residual[r][:, None] * after
+  law, size = np.zeros((V, V)), 1 << 13  # Chunks of one shape: one compile.
+  for start in range(0, len(rows), size):
+    at = np.arange(start, start + size)
+    weight = np.where(at < len(rows), weights[at % len(rows)], 0)
+    row, bits = rows[at % len(rows)], accept[at % len(rows)]
+    laws = np.concatenate([np.tile(p, (size, 1, 1)), after[row[:, 1:]]], 1)
+    draft = draft_of(tree, row, [0, *kinds], np.tile(q, (size, 1, 1)), usable)
+    verdict = jax.tree.map(np.asarray, decide(draft, laws, accept=bits))
+    chance = verdict.accept_prob.astype(np.float64)
+    weight = weight * np.where(bits == 0, chance, 1 - chance)[:, 1:].prod(1)
+    num, kept = verdict.num_accepted, verdict.tokens
+    left = weight[:, None] * verdict.residual
+    np.add.at(law, (kept[num == 2, 0], kept[num == 2, 1]), weight[num == 2])
+    np.add.at(law, kept[num == 1, 0], left[num == 1])
+    law += left[num == 0].sum(0)[:, None] * after
   return law, p[:, None] * after
 
 

@@ -1,6 +1,8 @@
 """Matrix products of our own, where XLA's cost too much."""
 
+from spec_jax.kernels.attention import attend
 from spec_jax.kernels.build import KernelError, choose, why_not
+from spec_jax.kernels.row_sums import row_sums
 from spec_jax.kernels.skinny_matmul import (
   WEIGHTS,
   Packed,
@@ -17,12 +19,14 @@ __all__ = [
   "WEIGHTS",
   "KernelError",
   "Packed",
+  "attend",
   "choose",
   "make_packer",
   "matmul",
   "matmuls",
   "pack",
   "pack_params",
+  "row_sums",
   "take_columns",
   "unpack",
   "why_not",

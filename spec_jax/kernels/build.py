@@ -1,4 +1,4 @@
-"""Builds the C++ kernel for this machine at first use and registers it.
+"""Builds the C++ kernels for this machine at first use and registers them.
 
 The library lies in the user's cache, named by everything it depends on: the
 source, the flags, the processor and jaxlib, whose headers it is built with. A
@@ -26,15 +26,32 @@ import jax
 
 from spec_jax.builtin import cache_dir, sha256_of
 
-__all__ = ["TARGET", "KernelError", "choose", "why_not"]
+__all__ = [
+  "ATTENTION",
+  "ROW_SUMS",
+  "TARGET",
+  "KernelError",
+  "choose",
+  "why_not",
+]
 
-# The name programs call the kernel by.
+# The names programs call the kernels by.
 TARGET = "spec_jax_skinny_matmul"
+ATTENTION = "spec_jax_attention"
+ROW_SUMS = "spec_jax_row_sums"
 
 _log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("skinny_matmul.cc")
-_SYMBOL = "SpecJaxSkinnyMatmul"
+_SOURCES = tuple(
+  Path(__file__).with_name(name)
+  for name in ("skinny_matmul.cc", "attention.cc", "row_sums.cc")
+)
+_HEADERS = (Path(__file__).with_name("vec.h"),)
+_SYMBOLS = {
+  TARGET: "SpecJaxSkinnyMatmul",
+  ATTENTION: "SpecJaxAttention",
+  ROW_SUMS: "SpecJaxRowSums",
+}
 _COMPILERS = ("c++", "g++", "clang++")
 # No contraction: only what the source fuses is fused, the same in every tile.
 _FLAGS = (
@@ -98,8 +115,9 @@ def why_not() -> str | None:
 def _register() -> str | None:
   try:
     library = ctypes.CDLL(str(_library()))
-    handler = jax.ffi.pycapsule(getattr(library, _SYMBOL))
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    for target, symbol in _SYMBOLS.items():
+      handler = jax.ffi.pycapsule(getattr(library, symbol))
+      jax.ffi.register_ffi_target(target, handler, platform="cpu")
   except KernelError as error:
     return str(error)
   except (OSError, AttributeError) as error:
@@ -158,7 +176,7 @@ def _cached(note: Path) -> Path | None:
 def _key() -> str:
   """Returns a name for all that the library depends on."""
   parts = (
-    _SOURCE.read_text(),
+    *(source.read_text() for source in _SOURCES + _HEADERS),
     repr((_FLAGS, _MACHINE_FLAGS)),
     os.environ.get("CXX", ""),
     platform.system(),
@@ -167,7 +185,7 @@ def _key() -> str:
     metadata.version("jaxlib"),
   )
   digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-  return f"{_SOURCE.stem}-{digest[:16]}"
+  return f"kernels-{digest[:16]}"
 
 
 def _processor() -> str:
@@ -198,7 +216,7 @@ def _compile(target: Path) -> None:
   problem = ""
   for machine in _MACHINE_FLAGS:
     command = [*compiler, *_FLAGS, *machine, *include]
-    command += [str(_SOURCE), "-o", str(target)]
+    command += [*map(str, _SOURCES), "-o", str(target)]
     try:
       done = subprocess.run(
         command, capture_output=True, text=True, timeout=_TIMEOUT_S

@@ -118,7 +118,21 @@ def _trailing(weight: Array, ndim: int) -> Array:
   return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
-def rms_norm(x: Array, weight: Array, eps: float, *, offset: float) -> Array:
+def is_packed(weights: Mapping[str, Any]) -> bool:
+  """Tells whether a layer's matrices are packed for the CPU kernels."""
+  return any(isinstance(w, kernels.Packed) for w in weights.values())
+
+
+def _mean(x: Array, packed: bool) -> Array:
+  """Returns the mean of the last axis, kept; packed: by the CPU kernel."""
+  if packed:
+    return kernels.row_sums(x) / x.shape[-1]
+  return jnp.mean(x, -1, keepdims=True)
+
+
+def rms_norm(
+  x: Array, weight: Array, eps: float, *, offset: float, packed: bool = False
+) -> Array:
   """Normalises `x: [..., D]` by its root mean square, in float32.
 
   Args:
@@ -126,20 +140,23 @@ def rms_norm(x: Array, weight: Array, eps: float, *, offset: float) -> Array:
     weight: `[D]`.
     eps: added to the mean square.
     offset: added to the weight; Gemma stores it less 1.
+    packed: sum with the CPU kernel, in one order for any number of rows.
 
   Returns:
     Like `x`.
   """
   y = x.astype(jnp.float32)
-  y = y * lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
+  y = y * lax.rsqrt(_mean(jnp.square(y), packed) + eps)
   return (y * (_trailing(weight, x.ndim) + offset)).astype(x.dtype)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def layer_norm(
+  x: Array, weight: Array, bias: Array, eps: float, *, packed: bool = False
+) -> Array:
   """Normalises `x: [..., D]` to mean 0 and variance 1, in float32."""
   y = x.astype(jnp.float32)
-  y = y - jnp.mean(y, -1, keepdims=True)
-  y = y * lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
+  y = y - _mean(y, packed)
+  y = y * lax.rsqrt(_mean(jnp.square(y), packed) + eps)
   y = y * _trailing(weight, x.ndim) + _trailing(bias, x.ndim)
   return y.astype(x.dtype)
 

@@ -10,7 +10,6 @@ with matrices `[in, out]` in each layer; see `_declare` for all of them.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,90 +17,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from spec_jax import cache as cache_lib
+from spec_jax import cache as cache_lib, kernels
+from spec_jax.architecture import DecoderConfig
 from spec_jax.base import Array, Block, Cache, Model, Output, PyTree
 from spec_jax.models import common
-from spec_jax.rope import Rope, rope_angles, rotate
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-  """An architecture; nothing about how it is run.
-
-  Attributes:
-    vocab_size: `V`, rows of the embedding.
-    width: `D`.
-    num_layers: `L`.
-    num_heads: `H`.
-    num_kv_heads: `G`, divides `H`.
-    head_dim: `E`.
-    ffn_width: `F`.
-    max_length: tokens a row may hold, prompt and output.
-    norm_eps: epsilon of every norm.
-    rope: of all layers, or of those without a window; None means a learned
-      table of `max_length` positions.
-    rope_local: of the layers with a window, when it differs.
-    windows: per layer the sliding window in tokens (the token itself counts),
-      or None; `()` means none in any layer.
-    norm: "rms", "rms_plus_one" (weights stored less 1) or "layer".
-    qkv_bias: query, key and value projections add a bias.
-    out_bias: attention output and feed-forward add biases.
-    qk_norm: queries and keys are RMS-normalised per head, before rope.
-    post_norms: attention and feed-forward outputs are normalised too.
-    activation: a key of `common.ACTIVATIONS`.
-    gated: the feed-forward has a gate.
-    tied: logits come from the embedding.
-    embed_scale: multiplies embeddings, rounded to the compute dtype.
-    attention_scale: multiplies scores; None means `head_dim ** -0.5`.
-  """
-
-  vocab_size: int
-  width: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  ffn_width: int
-  max_length: int
-  norm_eps: float = 1e-6
-  rope: Rope | None = None
-  rope_local: Rope | None = None
-  windows: tuple[int | None, ...] = ()
-  norm: str = "rms"
-  qkv_bias: bool = False
-  out_bias: bool = False
-  qk_norm: bool = False
-  post_norms: bool = False
-  activation: str = "silu"
-  gated: bool = True
-  tied: bool = False
-  embed_scale: float = 1.0
-  attention_scale: float | None = None
-
-  def __post_init__(self):
-    if not self.windows:
-      object.__setattr__(self, "windows", (None,) * self.num_layers)
-    if len(self.windows) != self.num_layers:
-      raise ValueError(
-        f"{len(self.windows)} windows for {self.num_layers} layers"
-      )
-    if any(w is not None and w < 1 for w in self.windows):
-      raise ValueError(f"a window must be at least 1, got {self.windows}")
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f"{self.num_heads} heads are not a multiple of "
-        f"{self.num_kv_heads} key/value heads"
-      )
-    if self.norm not in ("rms", "rms_plus_one", "layer"):
-      raise ValueError(f"unknown norm {self.norm!r}")
-    if self.activation not in common.ACTIVATIONS:
-      raise ValueError(f"unknown activation {self.activation!r}")
-    for rope in (self.rope, self.rope_local):
-      if rope is not None and 2 * len(rope.frequencies) != self.head_dim:
-        raise ValueError(
-          f"{len(rope.frequencies)} rope frequencies for head_dim "
-          f"{self.head_dim}"
-        )
+from spec_jax.rope import rope_angles, rotate
 
 
 class _Param(NamedTuple):
@@ -242,9 +162,11 @@ def _build(
     raise ValueError(f"taps {taps} are not in [0, {c.num_layers}]")
 
   def norm(w, name, x):
+    how = {"packed": common.is_packed(w)}
     if c.norm == "layer":
-      return common.layer_norm(x, w[name], w[f"{name}_bias"], c.norm_eps)
-    return common.rms_norm(x, w[name], c.norm_eps, offset=offset)
+      bias = w[f"{name}_bias"]
+      return common.layer_norm(x, w[name], bias, c.norm_eps, **how)
+    return common.rms_norm(x, w[name], c.norm_eps, offset=offset, **how)
 
   def layer(w, x_BTD, angles, masks, kv_cache, kv_block, start):
     """Runs one layer; returns its output and the block's keys and values."""
@@ -254,8 +176,7 @@ def _build(
     q, k, v = common.linears(y, [w["wq"], w["wk"], w["wv"]], biases)
     q, k, v = (z.reshape(B, T, -1, E) for z in (q, k, v))
     if c.qk_norm:
-      q = common.rms_norm(q, w["q_norm"], c.norm_eps, offset=offset)
-      k = common.rms_norm(k, w["k_norm"], c.norm_eps, offset=offset)
+      q, k = norm(w, "q_norm", q), norm(w, "k_norm", k)
     if angles is not None:
       q, k = rotate(q, angles), rotate(k, angles)
     if kv_block is None:
@@ -266,8 +187,10 @@ def _build(
       old_k, old_v = kv_cache
       k = cache_lib.write_nodes(kv_block[0], k, start)
       v = cache_lib.write_nodes(kv_block[1], v, start)
-    seen, seen_block = masks
-    y = cache_lib.attend(q, old_k, old_v, k, v, seen, seen_block, scale=scale)
+    if kv_block is not None and common.is_packed(w):
+      y = kernels.attend(q, old_k, old_v, k, v, *masks[1:], scale=scale)
+    else:
+      y = cache_lib.attend(q, old_k, old_v, k, v, *masks[:2], scale=scale)
     y = common.linear(y, w["wo"], w.get("bo"))
     x = x_BTD + (norm(w, "attn_post_norm", y) if c.post_norms else y)
     y = norm(w, "ffn_norm", x)
@@ -289,20 +212,21 @@ def _build(
     return None if rope is None else rope_angles(rope, positions_BT)
 
   def masks_of(window, positions_BT, cache, block, visible_BTN):
-    """Returns what tokens see of the cache and of the block."""
+    """Returns what tokens see: masks of cache and block; length, first."""
     mask_block = visible_BTN
     keys = positions_BT if block is None else block.positions
     here = positions_BT[:, :, None]
+    first = positions_BT - (window or c.max_length) + 1
     if window is not None:
       mask_block = mask_block & (here - keys[:, None] < window)
     if cache is None:
-      return jnp.zeros((1, 1, 1), bool), mask_block
+      return jnp.zeros((1, 1, 1), bool), mask_block, None, None
     slots = cache.k[c.windows.index(window)].shape[-2]
     held = cache_lib.slot_positions(cache.length, slots)[:, None]
     mask_cache = held >= 0
     if window is not None:
       mask_cache = mask_cache & (here - held < window)
-    return mask_cache, mask_block
+    return mask_cache, mask_block, cache.length, first
 
   def pick(store, i):
     """Returns keys and values of layer `i` of a cache or block, or None."""
