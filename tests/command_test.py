@@ -1,6 +1,5 @@
 """Tests of `python -m experiments.generate`: what users type, see and keep."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -652,10 +651,18 @@ def test_a_full_conversation_says_so(command, monkeypatch):
 # --- true processes -----------------------------------------------------------
 
 
+# A shell's background jobs ignore SIGINT, and so would their children.
+_PROGRAM = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("experiments.generate", run_name="__main__", alter_sys=True)
+"""
+
+
 def _start(folder, *words, **kwargs):
   """Starts the command as a user would."""
   return subprocess.Popen(
-    [sys.executable, "-m", "experiments.generate", *words],
+    [sys.executable, "-c", _PROGRAM, *words],
     cwd=_ROOT,
     env=os.environ | {"SPEC_JAX_CACHE": str(folder / "cache")},
     stdout=subprocess.PIPE,

@@ -286,3 +286,12 @@ def test_stacked_layers_are_not_packed():
   params = decoder.stack_layers(_model(True).init(jax.random.key(0)))
   with pytest.raises(ValueError, match="stacked"):
     kernels.pack_params(params)
+
+
+def test_an_embedding_is_packed_over_itself():
+  table = _normal(4, 48, 20)
+  want = kernels.pack(table, transpose=True)
+  own = table.copy()
+  got = kernels.make_packer()(("embed",), own)
+  np.testing.assert_array_equal(got.panels, want.panels)
+  assert got.columns == 48 and not np.array_equal(own, table)

@@ -211,16 +211,35 @@ def make_packer(weights: str = "float32") -> Callable[[tuple, Any], Any]:
 
   Returns:
     A function of a parameter's path, for example `("layers", 3, "wq")`, and
-    its host array; it returns what `params` is to hold there.
+    its host array, which it may overwrite; it returns what `params` is to hold
+    there.
   """
   _storage(weights)
 
   def store(path: tuple, array) -> Any:
+    ours = isinstance(array, np.ndarray) and array.dtype == np.float32
+    if path[0] == "embed" and weights == "float32" and ours:
+      if array.shape[0] % _PANEL == 0:
+        return _pack_in_place(array)
     if array.ndim == 2 and path[0] in ("layers", "head", "embed"):
       return pack(array, transpose=path[0] == "embed", weights=weights)
     return jax.device_put(array, may_alias=True)
 
   return store
+
+
+def _pack_in_place(table: np.ndarray) -> Packed:
+  """Packs the transpose of `[V, D]` over itself; `V` fills whole panels.
+
+  An embedding is often the largest parameter: a second copy of it would be
+  the peak of loading.
+  """
+  V, D = table.shape
+  panels = table.reshape(V // _PANEL, D, _PANEL)
+  for panel in panels:  # 16 rows of the table, which its panel replaces
+    panel[:] = panel.reshape(_PANEL, D).T.copy()
+  array = jax.device_put(panels, may_alias=True)
+  return Packed(array.block_until_ready(), V)
 
 
 def pack_params(params: PyTree, *, weights: str = "float32") -> PyTree:
