@@ -1,5 +1,6 @@
 """Tests of `python -m experiments.generate`: what users type, see and keep."""
 
+import functools
 import json
 import os
 from pathlib import Path
