@@ -93,7 +93,11 @@ def test_a_row_needs_no_more_steps_than_alone():
   # Position p says token p % 8; after 8 tokens lookup knows all the rest.
   model, params = scripted(np.arange(8), 8)
   config = EngineConfig(
-    drafter="prompt_lookup", batch_size=2, slots=_SLOTS, chunk=16
+    drafter="prompt_lookup",
+    options=(("num_draft", 8),),
+    batch_size=2,
+    slots=_SLOTS,
+    chunk=16,
   )
   engine = Engine(model, params, config)
   settings = Settings(max_new_tokens=16)
