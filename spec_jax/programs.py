@@ -99,7 +99,7 @@ class Program:
     """Compiles for these shapes if they are new; runs nothing."""
     leaves, structure = jax.tree.flatten((params, args))
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    key = (structure, tuple(kinds), jax.tree.structure(params))
+    key = (structure, tuple(kinds))
     if key not in self._compiled:
       start = time.perf_counter()
       self._compiled[key] = self._jitted.lower(params, *args).compile()

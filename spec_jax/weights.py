@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spec_jax.aligned import aligned_empty
 from spec_jax.base import PyTree
 from spec_jax.models import decoder
 from spec_jax.safetensors_io import LoadError, Tensor
@@ -29,8 +30,6 @@ _PARAMETER_DTYPES = ("float64", "float32", "float16", "bfloat16")
 # Values converted at once: 16 MB of float32.
 _CHUNK = 4 << 20
 
-# Bytes; XLA copies host arrays that are not so aligned.
-_ALIGNMENT = 64
 
 _HEAD = "lm_head.weight"
 
@@ -158,7 +157,7 @@ def read_params(
     if len(shapes) > 1:
       raise LoadError(f"layers to be stacked differ in {key}: {shapes}")
     lead = (len(parts),) if scan_layers and key[0] == "layers" else ()
-    value = _aligned((*lead, *shapes.pop()), dtype)
+    value = aligned_empty((*lead, *shapes.pop()), dtype)
     for index, (_, source, tensor) in enumerate(parts):
       _fill(value[index] if lead else value, source, tensor)
     if store is None:  # on CPU the array is this memory, nobody else's
@@ -168,14 +167,6 @@ def read_params(
     _put(params, key, jax.block_until_ready(held))
     del value, held
   return _tuples(params)
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Returns an array that XLA on CPU takes over without a copy."""
-  num_bytes = math.prod(shape) * dtype.itemsize
-  raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-  start = -raw.ctypes.data % _ALIGNMENT
-  return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _num_values(part) -> int:

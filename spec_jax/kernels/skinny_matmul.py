@@ -8,13 +8,13 @@ number of rows, so a pass over k tokens gives the logits of k passes over one.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.aligned import aligned_empty
 from spec_jax.base import Array, PyTree
 from spec_jax.kernels import build
 
@@ -35,8 +35,6 @@ WEIGHTS = ("float32", "bfloat16")
 
 # Columns of a panel, as in the C++ source.
 _PANEL = 16
-# Bytes; XLA copies host arrays that are not so aligned.
-_ALIGNMENT = 64
 # Values packed at once: 16 MB of float32.
 _CHUNK = 4 << 20
 
@@ -97,7 +95,7 @@ def pack(
     matrix = matrix.T
   K, N = matrix.shape
   full = N // _PANEL
-  panels = _aligned((-(-N // _PANEL), K, _PANEL), dtype)
+  panels = aligned_empty((-(-N // _PANEL), K, _PANEL), dtype)
   step = max(1, _CHUNK // (_PANEL * max(1, K)))
   for p in range(0, full, step):
     end = min(p + step, full)
@@ -273,11 +271,3 @@ def _storage(weights: str) -> np.dtype:
   if weights not in WEIGHTS:
     raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
   return jnp.dtype(weights)
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Returns an array that XLA on CPU takes over without a copy."""
-  num_bytes = math.prod(shape) * dtype.itemsize
-  raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-  start = -raw.ctypes.data % _ALIGNMENT
-  return raw[start : start + num_bytes].view(dtype).reshape(shape)
