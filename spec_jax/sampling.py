@@ -15,8 +15,10 @@ from spec_jax.base import Array, Counts, Noise, Sampling
 # Purposes of random numbers, folded into a row's key.
 _DRAFT, _ACCEPT, _RESIDUAL, _PLAIN = range(4)
 
-# Block of the two-level inverse CDF: a vocabulary of 49,152 is 384 blocks.
-_CDF_BLOCK = 128
+# Block of two-level searches: a vocabulary of 49,152 is 384 blocks.
+_BLOCK = 128
+# Largest entries in which thresholds are sought first, on CPU.
+_NUM_LARGEST = 256
 
 
 def scores(
@@ -71,7 +73,28 @@ def is_greedy(sampling: Sampling) -> Array:
   return sampling.temperature <= 0
 
 
-def _threshold(enough, rows: int) -> Array:
+def _blocks(x_BV: Array, fill) -> Array:
+  """Returns `x` in blocks, `[B, num, size]`, padded with `fill`."""
+  B, V = x_BV.shape
+  size = min(_BLOCK, V)
+  num = -(-V // size)
+  x = jnp.pad(x_BV, ((0, 0), (0, num * size - V)), constant_values=fill)
+  return x.reshape(B, num, size)
+
+
+def first_largest(scores_BV: Array) -> Array:
+  """Returns the index of each row's first largest entry, `[B]` int32.
+
+  `argmax` in two levels: in XLA on CPU 4 times as fast, with 8 rows 8 times.
+  """
+  blocks = _blocks(scores_BV, -jnp.inf)
+  block = jnp.argmax(blocks.max(-1), -1)
+  inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+  index = block * blocks.shape[-1] + jnp.argmax(inside, -1)
+  return index.astype(jnp.int32)
+
+
+def _bisect(enough, rows: int) -> Array:
   """Returns the largest float t >= 0 for which `enough(t_B1)` holds, `[B, 1]`.
 
   Bisects the bit pattern: non-negative floats are ordered like their bits, so
@@ -86,6 +109,44 @@ def _threshold(enough, rows: int) -> Array:
 
   low = lax.fori_loop(0, 30, body, jnp.zeros((rows,), jnp.int32))
   return lax.bitcast_convert_type(low, jnp.float32)[:, None]
+
+
+def _threshold(probs: Array, enough, enough_of_first, everything) -> Array:
+  """Returns the largest float t >= 0 for which `enough(t_B1)` holds, `[B, 1]`.
+
+  On CPU the largest entries are looked at first, a tenth of the work; rows
+  that need more of them are bisected. Each row's threshold comes from one of
+  the two whatever the other rows need.
+
+  Args:
+    probs: `[B, V]`.
+    enough: see `_bisect`; holds for t if and only if it holds for the smallest
+      entry that is at least t.
+    enough_of_first: of `[B, n]`, the largest entries in falling order,
+      `[B, n]` bool, whether so many of them are enough.
+    everything: `[B]` bool, rows whose threshold is 0.
+  """
+  B, V = probs.shape
+  everything = everything[:, None]
+
+  def bisect(probs):
+    del probs
+    return _bisect(enough, B)
+
+  def look_first(probs):
+    largest = lax.top_k(probs, _NUM_LARGEST)[0]
+    good = enough_of_first(largest)
+    found = good.any(-1, keepdims=True) | everything
+    index = jnp.argmax(good, -1)[:, None]
+    t = jnp.take_along_axis(largest, index, -1)
+    rest = lax.cond(found.all(), lambda: t, lambda: _bisect(enough, B))
+    return jnp.where(found, t, rest)
+
+  if V <= _NUM_LARGEST:
+    t = bisect(probs)
+  else:
+    t = lax.platform_dependent(probs, cpu=look_first, default=bisect)
+  return jnp.where(everything, 0.0, t)
 
 
 def _keep(probs: Array, kept: Array) -> Array:
@@ -106,8 +167,8 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
   Returns:
     `[B, V]` float32, rows sum to 1.
   """
-  B, V = scores_BV.shape
-  first = jnp.argmax(scores_BV, -1)
+  V = scores_BV.shape[1]
+  first = first_largest(scores_BV)
   point = one_hot(first, V)
   if sampling.temperature is None:
     return point
@@ -115,26 +176,36 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
   temperature = jnp.where(greedy, 1.0, sampling.temperature)
   # The largest score is subtracted before the division: a tiny temperature
   # would overflow to inf and inf - inf is NaN.
-  top = jnp.max(scores_BV, -1, keepdims=True)
-  probs = jax.nn.softmax((scores_BV - top) / temperature[:, None], -1)
+  top = jnp.take_along_axis(scores_BV, first[:, None], -1)
+  probs = jnp.exp((scores_BV - top) / temperature[:, None])
+  probs = probs / probs.sum(-1, keepdims=True)
   if sampling.top_k is not None:
-    k = jnp.where(sampling.top_k > 0, sampling.top_k, V)
+    k, everything = sampling.top_k, greedy | (sampling.top_k <= 0)
+    before_top_k = probs
 
-    def enough(t):
-      return (probs >= t).sum(-1) >= jnp.minimum(k, V)
+    def enough_kept(t):
+      return (before_top_k >= t).sum(-1) >= jnp.minimum(k, V)
 
-    probs = _keep(probs, probs >= _threshold(enough, B))
+    def enough_first(largest):
+      return jnp.arange(1, largest.shape[-1] + 1)[None] >= k[:, None]
+
+    t = _threshold(before_top_k, enough_kept, enough_first, everything)
+    probs = _keep(probs, probs >= t)
   if sampling.top_p is not None:
     before_top_p = probs
     mass = sampling.top_p * before_top_p.sum(-1)
+    # top_p = 1 keeps all, even what rounding would leave out of the sum.
+    everything = greedy | (sampling.top_p >= 1)
 
-    def enough(t):
+    def enough_mass(t):
       return jnp.where(before_top_p >= t, before_top_p, 0).sum(-1) >= mass
 
-    # top_p = 1 keeps all, even what rounding would leave out of the sum.
+    def enough_first_mass(largest):
+      return jnp.cumsum(largest, -1) >= mass[:, None]
+
     # top_p = 0 is met by nothing: keep the largest.
-    t = jnp.minimum(_threshold(enough, B), before_top_p.max(-1, keepdims=True))
-    t = jnp.where(sampling.top_p[:, None] >= 1, 0.0, t)
+    t = _threshold(before_top_p, enough_mass, enough_first_mass, everything)
+    t = jnp.minimum(t, before_top_p.max(-1, keepdims=True))
     probs = _keep(probs, probs >= t)
   if sampling.min_p is not None:
     floor = sampling.min_p[:, None] * probs.max(-1, keepdims=True)
@@ -163,11 +234,8 @@ def draw(probs_BV: Array, uniform_B: Array) -> Array:
   Returns:
     `[B]` int32.
   """
-  B, V = probs_BV.shape
-  size = min(_CDF_BLOCK, V)
-  num = -(-V // size)
-  blocks = jnp.pad(probs_BV, ((0, 0), (0, num * size - V)))
-  blocks = blocks.reshape(B, num, size)
+  blocks = _blocks(probs_BV, 0)
+  size = blocks.shape[-1]
   sums = blocks.sum(-1)
   cdf = jnp.cumsum(sums, -1)
   target = uniform_B[:, None] * cdf[:, -1:]

@@ -37,6 +37,7 @@ from spec_jax.cache import commit, empty_block
 from spec_jax.drafting import root_token, static_tree
 from spec_jax.sampling import (
   draw,
+  first_largest,
   is_greedy,
   law,
   one_hot,
@@ -392,7 +393,7 @@ class _Vanilla:
       greedy = is_greedy(sampling)
     for rank in range(children_WR.shape[1]):
       child_W = children_WR[:, rank]
-      best = jnp.argmax(rest, -1).astype(jnp.int32)
+      best = first_largest(rest)
       rest = jnp.where(one_hot(best, V) > 0, -jnp.inf, rest)
       if point_only:
         token = best
