@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import launch, results
+from experiments.torch_peer import TorchPeer
 import spec_jax
 from spec_jax import kernels
 from spec_jax.cache import empty_block
@@ -38,6 +39,9 @@ _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the passes to.")
 _PARTS = flags.DEFINE_list("parts", ["floor", "stream", "model"], "What to do.")
 _REPEATS = flags.DEFINE_integer("repeats", 30, "Times each case is timed.")
 _SLOTS = flags.DEFINE_integer("slots", 512, "Tokens the cache has room for.")
+_TORCH = flags.DEFINE_string(
+  "torch_python", "", "Python that has torch: times transformers' passes too."
+)
 _ROWS = flags.DEFINE_multi_integer(
   "rows", [1, 2, 4, 8, 12, 16, 32, 64], "Rows, or tokens of a pass."
 )
@@ -54,14 +58,16 @@ _STREAMS = (
 )
 _FLOOR_BYTES = 512 << 20
 
-Cases = dict[tuple[str, int], Callable[[], Any]]
+# By (name, rows): returns when its work is done, with None or the seconds it
+# took, where only a part of the call is to count.
+Cases = dict[tuple[str, int], Callable[[], float | None]]
 
 
 def take_turns(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
   """Times all cases in turn, after one run of each to compile.
 
   Args:
-    cases: functions that return when their work is done, by (name, rows).
+    cases: see `Cases`.
     repeats: rounds.
 
   Returns:
@@ -70,11 +76,15 @@ def take_turns(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
   for run in cases.values():
     run()
   times: dict[tuple[str, int], list] = {case: [] for case in cases}
+  # By rows first: before each case another reads other weights, so that
+  # nobody finds its own in cache.
+  turns = sorted(cases.items(), key=lambda item: item[0][1])
   for _ in range(repeats):
-    for case, run in cases.items():
+    for case, run in turns:
       start = time.perf_counter()
-      run()
-      times[case].append(time.perf_counter() - start)
+      own = run()
+      whole = time.perf_counter() - start
+      times[case].append(whole if own is None else own)
   return times
 
 
@@ -197,8 +207,14 @@ def _passes(loaded, params, slots: int) -> Callable[[int], Callable]:
 
 
 def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
-  """Measures passes of a model over blocks of tokens."""
-  loaded = spec_jax.load(name, dtype="float32", tokenizer=False)
+  """Measures passes of a model over blocks of tokens.
+
+  With an interpreter that has torch, the transformers library's passes take
+  their turns too; their seconds are its own, without the pipe's.
+  """
+  loaded = spec_jax.load(
+    name, dtype="float32", tokenizer=False, cpu_kernel="off"
+  )
   makers = {"xla float32": _passes(loaded, loaded.params, slots)}
   weight_bytes = {
     "xla float32": sum(x.nbytes for x in jax.tree.leaves(loaded.params))
@@ -213,7 +229,22 @@ def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
   cases = {
     (kind, n): make(n) for kind, make in makers.items() for n in _ROWS.value
   }
-  lines = _lines("model", take_turns(cases, repeats), model=name, slots=slots)
+  peers: dict[str, TorchPeer] = {}
+  if _TORCH.value:
+    for dtype in ("float32", "bfloat16"):
+      peer = TorchPeer(_TORCH.value, loaded.files[0], dtype)
+      peers[f"transformers {dtype}"] = peer
+      for n in _ROWS.value:
+        own = functools.partial(peer.forward, n, slots // 2)
+        cases[f"transformers {dtype}", n] = own
+      size = 4 if dtype == "float32" else 2
+      weight_bytes[f"transformers {dtype}"] = (
+        weight_bytes["xla float32"] * size // 4
+      )
+  times = take_turns(cases, repeats)
+  for peer in peers.values():
+    peer.close()
+  lines = _lines("model", times, model=name, slots=slots)
   for line in lines:
     line["weight_bytes"] = weight_bytes[line["name"]]
   _print_table(f"one pass of {name}, {slots} slots", lines)

@@ -5,8 +5,9 @@
 
 Nothing else should run. Four claims, each a ratio within the run:
 
-* plain decoding against the transformers library's greedy `generate` (only
-  with --torch_python: an interpreter that has torch and transformers);
+* plain decoding against the transformers library's greedy `generate`, in
+  float32 and in bfloat16 (only with --torch_python: an interpreter that has
+  torch, transformers and gguf);
 * one step against the sum of its parts timed alone: the target's pass of that
   width and the draft's passes;
 * tokens/s of a batch of 8 against a batch of 1;
@@ -14,10 +15,10 @@ Nothing else should run. Four claims, each a ratio within the run:
 """
 
 from collections.abc import Callable
+import functools
 import json
 from pathlib import Path
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -26,7 +27,8 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
-from experiments import launch, prompts, results
+from experiments import launch, results
+from experiments.torch_peer import TorchPeer
 import spec_jax
 from spec_jax import Settings
 from spec_jax.cache import empty_block
@@ -201,7 +203,8 @@ def batches(loaded) -> dict[str, Any]:
 def compiles(loaded) -> dict[str, Any]:
   """Counts compiles over 30 prompts of different lengths, after the first."""
   settings = Settings(max_new_tokens=8, stop_ids=())
-  engine = engine_of(loaded, settings, 1, "prompt_lookup", num_draft=4)
+  # A draft length that no other part uses: the first call must compile.
+  engine = engine_of(loaded, settings, 1, "prompt_lookup", num_draft=6)
   list(engine.run([Job(PROMPT, settings, (0, 0, 0))]))
   first = engine.num_compiles
   jobs = [
@@ -228,46 +231,40 @@ def itself(loaded) -> dict[str, Any]:
 
 def against_torch(loaded, path: Path) -> dict[str, Any]:
   """Decodes 64 tokens here and with the transformers library, in turn."""
-  worker = subprocess.Popen(
-    [_TORCH.value, prompts.root("tests/golden/torch_worker.py")]
-    + [str(path), "float32"],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
-  assert worker.stdin is not None and worker.stdout is not None
-  inward, outward = worker.stdin, worker.stdout
-  version = json.loads(outward.readline())["ready"]
+  peers = {
+    dtype: TorchPeer(_TORCH.value, path, dtype)
+    for dtype in ("float32", "bfloat16")
+  }
   tokens = 64
   settings = Settings(max_new_tokens=tokens, stop_ids=())
   engine = engine_of(loaded, settings, 1)
   jobs = [Job(PROMPT, settings, (0, 0, 0))]
   texts: dict[str, list[int]] = {}
 
-  def theirs() -> float:
-    inward.write(json.dumps({"generate": PROMPT, "tokens": tokens}) + "\n")
-    inward.flush()
-    answer = json.loads(outward.readline())
-    texts["theirs"] = answer["ids"]
-    return answer["seconds"]
-
   def ours() -> float:
     begin = time.perf_counter()
     texts["ours"] = next(iter(list(engine.run(jobs)))).ids
     return time.perf_counter() - begin
 
-  times = medians(interleave({"ours": ours, "theirs": theirs}, _ROUNDS.value))
-  inward.close()
-  worker.wait()
+  def theirs(dtype: str) -> float:
+    seconds, texts[dtype] = peers[dtype].generate(PROMPT, tokens)
+    return seconds
+
+  cases: dict[str, Callable[[], float]] = {"ours": ours}
+  for dtype in peers:
+    cases[dtype] = functools.partial(theirs, dtype)
+  times = medians(interleave(cases, _ROUNDS.value))
+  for peer in peers.values():
+    peer.close()
   speed = {name: tokens * 1e3 / ms for name, ms in times.items()}
   return {
-    "torch": version,
+    "torch": peers["float32"].version,
     "tokens": tokens,
     "prompt_tokens": len(PROMPT),
     "tokens_per_s": speed,
-    "ratio": speed["ours"] / speed["theirs"],
-    "same_text": texts["ours"] == texts["theirs"],
+    "ratio": speed["ours"] / speed["float32"],
+    "ratio_to_best": speed["ours"] / max(speed["float32"], speed["bfloat16"]),
+    "same_text": texts["ours"] == texts["float32"],
     "note": "prefill and host work included on both sides",
   }
 

@@ -6,8 +6,10 @@ weights are read is checked before.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+import functools
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 import re
@@ -40,6 +42,8 @@ __all__ = [
   "load",
   "weights_hash",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -150,8 +154,10 @@ def inspect(
       block of tokens at about the price of one: "auto" (on a CPU, for float32
       parameters that are not stacked, if it can be built), "on" or "off"
       (training and meshes need plain arrays).
-    cpu_weights: what packed matrices store, "float32" or "bfloat16" (rounded
-      once, computed in float32: another model, twice as fast).
+    cpu_weights: what matrices hold on a CPU, "float32" or "bfloat16" (rounded
+      once, computed in float32: another model). Packed ones are stored in half
+      the bytes and read in half the time; without the kernel the rounded
+      values take float32's room.
 
   Returns:
     Inspected.
@@ -209,14 +215,25 @@ def _packer(cpu_kernel: str, cpu_weights: str, dtype, scan_layers: bool):
       f"cpu_kernel=on needs float32 parameters that are not stacked, these "
       f"are {dtype}{' and stacked' if scan_layers else ''}"
     )
+  if cpu_weights != "float32" and not fits:
+    raise LoadError(
+      f"cpu_weights={cpu_weights} rounds float32 parameters that are not "
+      f"stacked, these are {dtype}{' and stacked' if scan_layers else ''}"
+    )
   try:
     store = kernels.make_packer(cpu_weights)
-    use = kernels.choose(cpu_kernel if fits else "off")
+    if kernels.choose(cpu_kernel if fits else "off"):
+      return store
   except (ValueError, kernels.KernelError) as error:
     raise LoadError(str(error)) from error
-  if not use and cpu_weights != "float32":
-    raise LoadError(f"cpu_weights={cpu_weights} needs the CPU kernel")
-  return store if use else None
+  if cpu_weights == "float32":
+    return None
+  _log.warning(
+    "weights are rounded to %s and held as float32: only the CPU kernel reads"
+    " them in less room and time",
+    cpu_weights,
+  )
+  return functools.partial(kernels.round_matrix, weights=cpu_weights)
 
 
 def weights_hash(source: Loaded | str | os.PathLike) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from spec_jax import cache as cache_lib, kernels
 from spec_jax.models import decoder
-from spec_jax.rope import Rope
+from spec_jax.rope import Rope, rope_angles, rotate
 from tests.fakes import tiny
 
 
@@ -96,6 +96,17 @@ def test_row_sums_equal_float64_and_do_not_depend_on_the_rows(width):
   assert (np.abs(sums - x.astype(np.float64).sum(1)) / scale).max() < 1e-6
   alone = [float(kernels.row_sums(x[i : i + 1])[0, 0]) for i in range(37)]
   np.testing.assert_array_equal(sums, np.asarray(alone, np.float32))
+
+
+@pytest.mark.parametrize("width", [2, 20, 64, 96])
+def test_rotations_equal_those_of_plain_weights(width):
+  rope = Rope(tuple(10.0 ** (-np.arange(width // 2) / 5)))
+  x = np.random.default_rng(width).standard_normal((2, 5, 3, width))
+  positions = jnp.array([[0, 1, 2, 3, 4], [7, 900, 31, 2, 5]])
+  angles = rope_angles(rope, positions)
+  ours = jax.jit(kernels.rotate)(jnp.asarray(x, jnp.float32), angles)
+  theirs = rotate(jnp.asarray(x, jnp.float32), angles)
+  np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 def _blocks(model, params, tokens, width):

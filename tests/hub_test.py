@@ -71,6 +71,23 @@ def test_without_a_tokenizer_none_is_needed(tmp_path):
   assert set(loaded.hashes) == {"config"}
 
 
+def test_without_the_kernel_rounded_weights_are_held_as_float32(
+  tmp_path, caplog
+):
+  """The values, and so the law, are those that packed weights would have."""
+  folder = write_folder(tmp_path)
+  whole = load(folder, tokenizer=False).params
+  rounded = load(folder, tokenizer=False, cpu_weights="bfloat16").params
+  assert "held as float32" in caplog.text
+  for name in ("wq", "w_down"):
+    want = whole["layers"][0][name].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(rounded["layers"][0][name], want)
+    assert (want != whole["layers"][0][name]).any()
+  np.testing.assert_array_equal(rounded["final_norm"], whole["final_norm"])
+  with pytest.raises(LoadError, match="cpu_weights=bfloat16 rounds float32"):
+    load(folder, tokenizer=False, dtype="bfloat16", cpu_weights="bfloat16")
+
+
 def test_dtype_is_float32_on_cpu_and_bfloat16_elsewhere(tmp_path, monkeypatch):
   folder = write_folder(tmp_path)
   assert load(folder, tokenizer=False).params["embed"].dtype == jnp.float32

@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -194,8 +195,20 @@ def test_without_a_compiler_xla_does_the_work(tmp_path):
   )
   assert out.count("no CPU kernel: there is no C++ compiler") == 1
   assert "refused: cpu_kernel=on, but there is no C++ compiler" in out
-  assert "packed: weights are packed, but there is no C++ compiler" in out
+  assert "packed: weights are packed for the CPU kernel, but there is" in out
   assert "24.0" in out
+
+
+def test_the_environment_can_turn_it_off(monkeypatch):
+  """It stands in for "auto" only; a word it does not know is an error."""
+  monkeypatch.setenv("SPEC_JAX_CPU_KERNEL", "off")
+  assert kernels.choose("auto") is False
+  if kernels.why_not() is None:
+    assert kernels.choose("on") is True
+  monkeypatch.setenv("SPEC_JAX_CPU_KERNEL", "never")
+  with pytest.raises(ValueError, match="SPEC_JAX_CPU_KERNEL must be auto, on"):
+    kernels.choose("auto")
+  assert kernels.choose("off") is False
 
 
 def test_importing_builds_nothing(tmp_path):
@@ -268,13 +281,29 @@ def test_lesser_instruction_sets_compute_the_same(
       [np.asarray(kernels.matmul(x[:n], p)) for n in sizes] for p in packs
     ]
 
-  want = products()
+  # Heads of 1 to 5 share keys of a width that fills no vector.
+  q = random.standard_normal((2, 7, 10, 40)).astype(np.float32)
+  old = random.standard_normal((2, 2, 30, 40)).astype(np.float32)
+  new = random.standard_normal((2, 7, 2, 40)).astype(np.float32)
+  sees = jnp.broadcast_to(jnp.tril(jnp.ones((7, 7), bool)), (2, 7, 7))
+  length, first = jnp.array([0, 45], jnp.int32), jnp.zeros((2, 7), jnp.int32)
+
+  def attention():
+    return np.asarray(
+      kernels.attend(q, old, old, new, new, sees, length, first, scale=0.3)
+    )
+
+  want, want_attention = products(), attention()
   monkeypatch.setattr(build, "_MACHINE_FLAGS", (flags,))
   library = ctypes.CDLL(str(build._library()))
-  name = f"{build.TARGET}{flags[0]}"
-  handler = jax.ffi.pycapsule(getattr(library, build._SYMBOLS[build.TARGET]))
-  jax.ffi.register_ffi_target(name, handler, platform="cpu")
-  monkeypatch.setattr(build, "TARGET", name)
+  for variable in ("TARGET", "ATTENTION"):
+    target = getattr(build, variable)
+    handler = jax.ffi.pycapsule(getattr(library, build._SYMBOLS[target]))
+    jax.ffi.register_ffi_target(target + flags[0], handler, platform="cpu")
+    monkeypatch.setattr(build, variable, target + flags[0])
+  np.testing.assert_allclose(attention(), want_attention, rtol=0, atol=1e-5)
+  if "-mfma" in flags and "avx512" in build._processor():
+    np.testing.assert_array_equal(attention(), want_attention)
   for ours, theirs in zip(products(), want, strict=True):
     for y, z, n in zip(ours, theirs, sizes, strict=True):
       np.testing.assert_array_equal(y, ours[-1][:n])

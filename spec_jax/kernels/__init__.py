@@ -1,8 +1,8 @@
-"""Matrix products of our own, where XLA's cost too much."""
+"""CPU kernels of our own, where XLA's cost too much or change order."""
 
 from spec_jax.kernels.attention import attend
 from spec_jax.kernels.build import KernelError, choose, why_not
-from spec_jax.kernels.row_sums import row_sums
+from spec_jax.kernels.rows import rotate, row_sums
 from spec_jax.kernels.skinny_matmul import (
   WEIGHTS,
   Packed,
@@ -11,6 +11,7 @@ from spec_jax.kernels.skinny_matmul import (
   matmuls,
   pack,
   pack_params,
+  round_matrix,
   take_columns,
   unpack,
 )
@@ -26,6 +27,8 @@ __all__ = [
   "matmuls",
   "pack",
   "pack_params",
+  "rotate",
+  "round_matrix",
   "row_sums",
   "take_columns",
   "unpack",

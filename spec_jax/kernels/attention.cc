@@ -7,24 +7,26 @@
 // cache or are read beside it, and whatever the number of threads.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
+#include "units.h"
 #include "vec.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
 
+using spec_jax::All;
 using spec_jax::Ints;
 using spec_jax::kWidth;
 using spec_jax::Load;
+using spec_jax::Max;
+using spec_jax::MulAdd;
 using spec_jax::Store;
 using spec_jax::Sum;
 using spec_jax::Vec;
@@ -32,18 +34,19 @@ using spec_jax::Vec;
 // e^x for x <= 0, to 2 units in the last place; below -87 it is about 1e-38.
 // The range is cut to |r| <= ln(2) / 2 and a polynomial of degree 6 is used.
 inline Vec Exp(Vec x) {
-  const Vec low = Vec{} - 87.0f;
+  const Vec low = All(-87.0f);
   x = x < low ? low : x;
-  const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  const Vec n = (x * 1.44269504f + magic) - magic;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = Vec{} + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  const Vec magic = All(12582912.0f);  // 1.5 * 2^23: rounds to an integer
+  const Vec n = MulAdd(magic, x, All(1.44269504f)) - magic;
+  const Vec r = MulAdd(MulAdd(x, n, All(-0.693359375f)), n,
+                       All(2.12194440e-4f));
+  Vec p = All(1.9875691500e-4f);
+  p = MulAdd(All(1.3981999507e-3f), p, r);
+  p = MulAdd(All(8.3334519073e-3f), p, r);
+  p = MulAdd(All(4.1665795894e-2f), p, r);
+  p = MulAdd(All(1.6666665459e-1f), p, r);
+  p = MulAdd(All(5.0000001201e-1f), p, r);
+  p = MulAdd(r, p * r, r) + 1.0f;
   const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   Vec scale;
   std::memcpy(&scale, &bits, sizeof scale);
@@ -51,108 +54,180 @@ inline Vec Exp(Vec x) {
 }
 
 // Sizes and arrays of one call; B rows, T tokens, N nodes, H query and G
-// key/value heads of width E, R slots.
-struct Job {
+// key/value heads of width E, R slots. A unit is one token's queries that read
+// one key/value head.
+struct Job : spec_jax::Units {
   const float *query, *cache_k, *cache_v, *block_k, *block_v;
   const int32_t *length, *first;
   const bool* visible;
   float* out;
   int64_t B, T, N, H, G, E, R;
   float scale;
-  int64_t num_units = 0;
-  std::atomic<int64_t> next{0}, done{0};
 
   void Work() {
-    std::vector<float> scores;
-    std::vector<const float*> values;
-    std::vector<float> sum(E);
-    for (;;) {
-      const int64_t unit = next.fetch_add(1, std::memory_order_relaxed);
-      if (unit >= num_units) return;
-      RunUnit(unit / (T * G), unit / G % T, unit % G, scores, values, sum);
-      done.fetch_add(1, std::memory_order_release);
+    spec_jax::FlushDenormals scope;
+    Room room;
+    int64_t begin, end;
+    while (Take(&begin, &end)) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        RunUnit(unit / (T * G), unit / G % T, unit % G, room);
+      }
+      Finish(end - begin);
     }
   }
 
-  float Dot(const float* a, const float* b) const {
-    Vec sum = {};
-    int64_t e = 0;
-    for (; e + kWidth <= E; e += kWidth) sum += Load(a + e) * Load(b + e);
-    float rest = 0;
-    for (; e < E; ++e) rest += a[e] * b[e];
-    return Sum(sum) + rest;
-  }
+  // Memory that the units of one thread use in turn.
+  struct Room {
+    std::vector<const float*> keys, values;  // keys: [most]
+    std::vector<float> scores;  // [heads][most]
+    std::vector<float> sums;    // [E]
+  };
 
-  // The queries of one token that read one key/value head.
-  void RunUnit(int64_t b, int64_t t, int64_t g, std::vector<float>& scores,
-               std::vector<const float*>& values, std::vector<float>& sum) {
+  void RunUnit(int64_t b, int64_t t, int64_t g, Room& room) {
     const int64_t held = length[b];
-    const int64_t start =
-        std::max<int64_t>({0, held - R, first[b * T + t]});
+    const int64_t start = std::max<int64_t>({0, held - R, first[b * T + t]});
     const bool* sees = visible + (b * T + t) * N;
-    const float* keys = cache_k + (b * G + g) * R * E;
-    const float* old_values = cache_v + (b * G + g) * R * E;
-    const int64_t most = std::max<int64_t>(0, held - start) + N;
-    scores.resize((most + kWidth - 1) / kWidth * kWidth);
-    values.resize(most);
+    const float* old_k = cache_k + (b * G + g) * R * E;
+    const float* old_v = cache_v + (b * G + g) * R * E;
+    room.keys.clear();
+    room.values.clear();
+    for (int64_t p = start, slot = start % R; p < held; ++p) {
+      room.keys.push_back(old_k + slot * E);
+      room.values.push_back(old_v + slot * E);
+      if (++slot == R) slot = 0;
+    }
+    for (int64_t n = 0; n < N; ++n) {
+      if (!sees[n]) continue;
+      const int64_t at = ((b * N + n) * G + g) * E;
+      room.keys.push_back(block_k + at);
+      room.values.push_back(block_v + at);
+    }
     const int64_t group = H / G;
-    for (int64_t h = g * group; h < (g + 1) * group; ++h) {
-      const float* q = query + ((b * T + t) * H + h) * E;
-      int64_t count = 0;
-      for (int64_t p = start; p < held; ++p) {
-        scores[count] = Dot(q, keys + p % R * E) * scale;
-        values[count++] = old_values + p % R * E;
+    const int64_t at = ((b * T + t) * H + g * group) * E;
+    const int64_t count = room.values.size();
+    if (count == 0) {
+      std::fill(out + at, out + at + group * E, 0.0f);
+      return;
+    }
+    const int64_t most = (count + kWidth - 1) / kWidth * kWidth;
+    room.scores.resize(group * most);
+    room.sums.resize(E);
+    room.keys.resize(most, room.keys.back());  // whole vectors of scores
+    Score(query + at, group, room.keys, most, room.scores.data());
+    float factors[kHeads];
+    for (int64_t h = 0; h < group; h += kHeads) {
+      const int64_t heads = std::min(kHeads, group - h);
+      float* scores = room.scores.data() + h * most;
+      for (int64_t i = 0; i < heads; ++i) {
+        factors[i] = 1 / Softmax(scores + i * most, count);
       }
-      for (int64_t n = 0; n < N; ++n) {
-        if (!sees[n]) continue;
-        const int64_t at = ((b * N + n) * G + g) * E;
-        scores[count] = Dot(q, block_k + at) * scale;
-        values[count++] = block_v + at;
+      float* y = out + at + h * E;
+      switch (heads) {
+        case 1: Weigh<1>(scores, most, factors, room, y); break;
+        case 2: Weigh<2>(scores, most, factors, room, y); break;
+        case 3: Weigh<3>(scores, most, factors, room, y); break;
+        default: Weigh<4>(scores, most, factors, room, y);
       }
-      float* y = out + ((b * T + t) * H + h) * E;
-      if (count == 0) {
-        std::fill(y, y + E, 0.0f);
-        continue;
-      }
-      float top = scores[0];
-      for (int64_t j = 1; j < count; ++j) top = std::max(top, scores[j]);
-      Vec total = {};
-      for (int64_t j = 0; j < count; j += kWidth) {
-        // Past the end: weight 0. (Exp of a masked score would be 1e-38.)
-        for (int64_t i = count; i < j + kWidth; ++i) scores[i] = top - 100;
-        Vec w = Exp(Load(scores.data() + j) - top);
-        Store(scores.data() + j, w);
-        for (int64_t i = count; i < j + kWidth; ++i) scores[i] = 0;
-        total += Load(scores.data() + j);
-      }
-      Weigh(scores.data(), values, count, 1 / Sum(total), sum.data(), y);
     }
   }
 
-  // y = (sum over j of weights[j] values[j]) * factor, in the order of j.
-  void Weigh(const float* weights, const std::vector<const float*>& values,
-             int64_t count, float factor, float* sum, float* y) const {
-    int64_t e = 0;
-    for (; e + 4 * kWidth <= E; e += 4 * kWidth) {
-      Vec a = {}, b = {}, c = {}, d = {};
-      for (int64_t j = 0; j < count; ++j) {
-        const float* v = values[j] + e;
-        a += weights[j] * Load(v);
-        b += weights[j] * Load(v + kWidth);
-        c += weights[j] * Load(v + 2 * kWidth);
-        d += weights[j] * Load(v + 3 * kWidth);
+  // Heads whose sums over values share one reading of them.
+  static constexpr int64_t kHeads = 4;
+
+  // scores[h][j] = q[h] keys[j] * scale.
+  void Score(const float* q, int64_t heads,
+             const std::vector<const float*>& keys, int64_t most,
+             float* scores) const {
+    for (int64_t j = 0; j < most; j += kWidth) {
+      for (int64_t h = 0; h < heads; ++h) {
+        float* to = scores + h * most + j;
+        Store(to, Dots(q + h * E, keys.data() + j) * scale);
       }
-      Store(y + e, a * factor);
-      Store(y + e + kWidth, b * factor);
-      Store(y + e + 2 * kWidth, c * factor);
-      Store(y + e + 3 * kWidth, d * factor);
+    }
+  }
+
+  // The products of q with 16 keys.
+  Vec Dots(const float* q, const float* const* keys) const {
+    Vec quarters[4];  // quarter i: keys i, i + 4, i + 8, i + 12
+    int64_t e = 0;
+    for (int i = 0; i < 4; ++i) {
+      const float *a = keys[i], *b = keys[i + 4], *c = keys[i + 8],
+                  *d = keys[i + 12];
+      Vec sums[4] = {};
+      for (e = 0; e + kWidth <= E; e += kWidth) {
+        const Vec x = Load(q + e);
+        sums[0] = MulAdd(sums[0], x, Load(a + e));
+        sums[1] = MulAdd(sums[1], x, Load(b + e));
+        sums[2] = MulAdd(sums[2], x, Load(c + e));
+        sums[3] = MulAdd(sums[3], x, Load(d + e));
+      }
+      quarters[i] = spec_jax::Sums(sums[0], sums[1], sums[2], sums[3]);
+    }
+    const Ints lane = spec_jax::Lanes() & 3;
+    Vec dots = lane < 2 ? (lane == 0 ? quarters[0] : quarters[1])
+                        : (lane == 2 ? quarters[2] : quarters[3]);
+    if (e == E) return dots;
+    float rest[kWidth] = {};
+    for (int i = 0; i < kWidth; ++i) {
+      for (int64_t r = e; r < E; ++r) rest[i] += q[r] * keys[i][r];
+    }
+    return dots + Load(rest);
+  }
+
+  // Turns scores into weights, 0 past the end; returns their sum.
+  float Softmax(float* scores, int64_t count) const {
+    const Ints last = Ints{} + static_cast<int32_t>(count - 1);
+    Vec tops = All(scores[0]);
+    for (int64_t j = 0; j < count; j += kWidth) {
+      // Past the end stands the last score again.
+      tops = Max(Load(scores + j), tops);
+    }
+    float top = tops[0];
+    for (int i = 1; i < kWidth; ++i) top = std::max(top, tops[i]);
+    Vec total = {};
+    for (int64_t j = 0; j < count; j += kWidth) {
+      const Ints index = spec_jax::Lanes() + static_cast<int32_t>(j);
+      const Vec weights = Exp(Load(scores + j) - top);
+      const Vec kept = index <= last ? weights : Vec{};
+      Store(scores + j, kept);
+      total += kept;
+    }
+    return Sum(total);
+  }
+
+  // y[h] = (sum over j of weights[h][j] values[j]) * factors[h], in the order
+  // of j.
+  template <int kRows>
+  void Weigh(const float* weights, int64_t stride, const float* factors,
+             Room& room, float* y) const {
+    const std::vector<const float*>& values = room.values;
+    const int64_t count = values.size();
+    int64_t e = 0;
+    for (; e + 2 * kWidth <= E; e += 2 * kWidth) {
+      Vec low[kRows] = {}, high[kRows] = {};
+      for (int64_t j = 0; j < count; ++j) {
+        const Vec v = Load(values[j] + e), w = Load(values[j] + e + kWidth);
+        for (int h = 0; h < kRows; ++h) {
+          const Vec x = All(weights[h * stride + j]);
+          low[h] = MulAdd(low[h], x, v);
+          high[h] = MulAdd(high[h], x, w);
+        }
+      }
+      for (int h = 0; h < kRows; ++h) {
+        Store(y + h * E + e, low[h] * factors[h]);
+        Store(y + h * E + e + kWidth, high[h] * factors[h]);
+      }
     }
     if (e == E) return;
-    std::fill(sum + e, sum + E, 0.0f);
-    for (int64_t j = 0; j < count; ++j) {
-      for (int64_t i = e; i < E; ++i) sum[i] += weights[j] * values[j][i];
+    for (int h = 0; h < kRows; ++h) {
+      std::vector<float>& sums = room.sums;
+      std::fill(sums.begin() + e, sums.end(), 0.0f);
+      for (int64_t j = 0; j < count; ++j) {
+        const float weight = weights[h * stride + j];
+        for (int64_t i = e; i < E; ++i) sums[i] += weight * values[j][i];
+      }
+      for (int64_t i = e; i < E; ++i) y[h * E + i] = sums[i] * factors[h];
     }
-    for (int64_t i = e; i < E; ++i) y[i] = sum[i] * factor;
   }
 };
 
@@ -187,15 +262,7 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
   job->G = k[1], job->R = k[2], job->N = n[1];
   job->scale = scale;
   job->num_units = job->B * job->T * job->G;
-  const int64_t threads =
-      std::min<int64_t>(std::max<int64_t>(1, pool.num_threads()),
-                        job->num_units);
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([job] { job->Work(); });
-  job->Work();
-  for (int64_t spins = 0;
-       job->done.load(std::memory_order_acquire) < job->num_units; ++spins) {
-    if (spins > 4096) std::this_thread::yield();
-  }
+  spec_jax::RunUnits(pool, job, 0);
   return ffi::Error::Success();
 }
 

@@ -42,8 +42,7 @@ def attend(
   Raises:
     KernelError: if the kernel is not to be had.
   """
-  if (reason := build.why_not()) is not None:
-    raise build.KernelError(f"the CPU kernel was asked for, but {reason}")
+  build.require()
   B, T, H, E = query_BTHE.shape
   out = jax.ShapeDtypeStruct((B, T, H, E), jnp.float32)
   y = jax.ffi.ffi_call(build.ATTENTION, out)(

@@ -28,28 +28,34 @@ from spec_jax.builtin import cache_dir, sha256_of
 
 __all__ = [
   "ATTENTION",
+  "ROTATE",
   "ROW_SUMS",
   "TARGET",
   "KernelError",
   "choose",
+  "require",
   "why_not",
 ]
 
 # The names programs call the kernels by.
 TARGET = "spec_jax_skinny_matmul"
 ATTENTION = "spec_jax_attention"
+ROTATE = "spec_jax_rotate"
 ROW_SUMS = "spec_jax_row_sums"
 
 _log = logging.getLogger(__name__)
 
 _SOURCES = tuple(
   Path(__file__).with_name(name)
-  for name in ("skinny_matmul.cc", "attention.cc", "row_sums.cc")
+  for name in ("skinny_matmul.cc", "attention.cc", "rows.cc")
 )
-_HEADERS = (Path(__file__).with_name("vec.h"),)
+_HEADERS = tuple(
+  Path(__file__).with_name(name) for name in ("units.h", "vec.h")
+)
 _SYMBOLS = {
   TARGET: "SpecJaxSkinnyMatmul",
   ATTENTION: "SpecJaxAttention",
+  ROTATE: "SpecJaxRotate",
   ROW_SUMS: "SpecJaxRowSums",
 }
 _COMPILERS = ("c++", "g++", "clang++")
@@ -76,6 +82,7 @@ def choose(mode: str) -> bool:
 
   Args:
     mode: "auto" uses it where it can be had, "on" insists, "off" does without.
+      The environment variable SPEC_JAX_CPU_KERNEL stands in for "auto".
 
   Returns:
     Whether to pack weights for it.
@@ -84,8 +91,12 @@ def choose(mode: str) -> bool:
     KernelError: if the mode is "on" and the kernel cannot be had.
     ValueError: if the mode is none of the three.
   """
+  name = "cpu_kernel"
+  if mode == "auto":
+    name = "SPEC_JAX_CPU_KERNEL"
+    mode = os.environ.get(name) or mode
   if mode not in ("auto", "on", "off"):
-    raise ValueError(f"cpu_kernel must be auto, on or off, got {mode!r}")
+    raise ValueError(f"{name} must be auto, on or off, got {mode!r}")
   if mode == "off":
     return False
   if mode == "auto" and jax.default_backend() != "cpu":
@@ -94,7 +105,7 @@ def choose(mode: str) -> bool:
   if reason is None:
     return True
   if mode == "on":
-    raise KernelError(f"cpu_kernel=on, but {reason}")
+    raise KernelError(f"{name}=on, but {reason}")
   _say_once(reason)
   return False
 
@@ -109,6 +120,12 @@ def why_not() -> str | None:
     return f"the kernel is for CPUs, and JAX runs on {jax.default_backend()}"
   with _LOCK:
     return _register()
+
+
+def require() -> None:
+  """Raises KernelError unless programs can call the kernel."""
+  if (reason := why_not()) is not None:
+    raise KernelError(f"weights are packed for the CPU kernel, but {reason}")
 
 
 @functools.cache

@@ -10,24 +10,20 @@
 // with one row as with 64, and with one thread as with 64.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
+
+#include "units.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
-#endif
-#if defined(__linux__)
-#include <sched.h>
 #endif
 
 #if defined(__clang__)
@@ -122,27 +118,6 @@ inline Vec Add(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 #endif
 
-// Numbers below 1.2e-38 count as 0, as in XLA's own code, and on each thread.
-class FlushDenormals {
- public:
-#if defined(__x86_64__)
-  FlushDenormals() : old_(_mm_getcsr()) { _mm_setcsr(old_ | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(old_); }
-
- private:
-  unsigned old_;
-#elif defined(__aarch64__)
-  FlushDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(old_));
-    asm volatile("msr fpcr, %0" : : "r"(old_ | (uint64_t{1} << 24)));
-  }
-  ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(old_)); }
-
- private:
-  uint64_t old_;
-#endif
-};
-
 // --- one tile ---------------------------------------------------------------
 
 // What a tile reads and where it leaves its sums.
@@ -222,20 +197,13 @@ struct Weight {
 };
 
 // One product, or several of the same x. A unit is `group` panels of one
-// weight; threads take units until none is left. The thread that was called
-// waits only for units that somebody has begun, so it cannot wait for a task
-// that the pool has no thread for; a task that comes late finds no unit left
-// and touches no buffer.
-struct Job {
+// weight.
+struct Job : spec_jax::Units {
   const float* x;
   int64_t rows;
   int64_t size;  // K
   int group;  // panels
-  int num_threads;
   std::vector<Weight> weights;
-  int64_t num_units;
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
 
   void Work();
   void RunUnit(int64_t unit, bool has_next);
@@ -244,18 +212,13 @@ struct Job {
 };
 
 void Job::Work() {
-  FlushDenormals scope;
-  int64_t begin = next.load(std::memory_order_relaxed);
-  while (begin < num_units) {
-    // Half of a fair share of what is left: long runs first, even ends.
-    const int64_t left = num_units - begin;
-    const int64_t take = std::max<int64_t>(1, left / (2 * num_threads));
-    if (!next.compare_exchange_weak(begin, begin + take)) continue;
-    for (int64_t u = begin; u < begin + take; ++u) {
-      RunUnit(u, u + 1 < begin + take);
+  spec_jax::FlushDenormals scope;
+  int64_t begin, end;
+  while (Take(&begin, &end)) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      RunUnit(unit, unit + 1 < end);
     }
-    done.fetch_add(take, std::memory_order_release);
-    begin = next.load(std::memory_order_relaxed);
+    Finish(end - begin);
   }
 }
 
@@ -330,18 +293,6 @@ void Job::RunPanels(const Weight& w, int64_t panel, int count, bool has_next) {
   }
 }
 
-// Returns the processors this process may use; counted once.
-int NumProcessors() {
-  static const int count = [] {
-#if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-    return static_cast<int>(std::thread::hardware_concurrency());
-  }();
-  return std::max(1, count);
-}
-
 // Arguments x [rows, K], then for each weight panels [P, K, 16] and a bias
 // [columns] or [0]; results y [rows, columns] float32. `threads` 0 means as
 // many as the process may use.
@@ -381,26 +332,16 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                             (*y)->typed_data(), out[1], shape[0], half, 0});
     num_panels += shape[0];
   }
-  const int64_t most = pool.num_threads() > 0 ? pool.num_threads() : 1;
-  if (threads <= 0) threads = NumProcessors();
-  threads = std::min(threads, most);
   job->group = Panels(
       static_cast<int>(job->rows <= kTile ? job->rows : kTiles));
-  if (num_panels < threads * job->group) job->group = 1;
-  job->num_units = 0;
+  const int64_t most = threads > 0 ? threads : spec_jax::NumProcessors();
+  if (num_panels < most * job->group) job->group = 1;
   for (Weight& w : job->weights) {
     job->num_units += (w.num_panels + job->group - 1) / job->group;
     w.end = job->num_units;
   }
   if (job->rows == 0) return ffi::Error::Success();
-  threads = std::min(threads, job->num_units);
-  job->num_threads = static_cast<int>(threads);
-  for (int64_t i = 1; i < threads; ++i) pool.Schedule([job] { job->Work(); });
-  job->Work();
-  for (int64_t spins = 0;
-       job->done.load(std::memory_order_acquire) < job->num_units; ++spins) {
-    if (spins > 4096) std::this_thread::yield();
-  }
+  spec_jax::RunUnits(pool, job, threads);
   return ffi::Error::Success();
 }
 

@@ -26,6 +26,7 @@ __all__ = [
   "matmuls",
   "pack",
   "pack_params",
+  "round_matrix",
   "take_columns",
   "unpack",
 ]
@@ -159,8 +160,7 @@ def matmuls(
     ValueError: if shapes do not fit, or the kernel is not to be had. Products
       cannot be differentiated or mapped over; JAX says so.
   """
-  if (reason := build.why_not()) is not None:
-    raise build.KernelError(f"weights are packed, but {reason}")
+  build.require()
   biases = [None] * len(weights) if biases is None else biases
   operands = [x.astype(jnp.float32)]
   for weight, bias in zip(weights, biases, strict=True):
@@ -219,11 +219,32 @@ def make_packer(weights: str = "float32") -> Callable[[tuple, Any], Any]:
     if path[0] == "embed" and weights == "float32" and ours:
       if array.shape[0] % _PANEL == 0:
         return _pack_in_place(array)
-    if array.ndim == 2 and path[0] in ("layers", "head", "embed"):
+    if _is_product(path, array):
       return pack(array, transpose=path[0] == "embed", weights=weights)
     return jax.device_put(array, may_alias=True)
 
   return store
+
+
+def round_matrix(path: tuple, array, *, weights: str) -> Array:
+  """Puts a parameter on the device, with the values `make_packer` would store.
+
+  Args:
+    path: see `make_packer`.
+    array: see `make_packer`.
+    weights: see `pack`.
+
+  Returns:
+    `array`'s shape and dtype; a matrix is rounded.
+  """
+  if _is_product(path, array):
+    array = np.asarray(array).astype(_storage(weights)).astype(array.dtype)
+  return jax.device_put(array, may_alias=True)
+
+
+def _is_product(path: tuple, array) -> bool:
+  """Tells whether a parameter is a matrix that products are made with."""
+  return array.ndim == 2 and path[0] in ("layers", "head", "embed")
 
 
 def _pack_in_place(table: np.ndarray) -> Packed:

@@ -177,8 +177,10 @@ def _build(
     q, k, v = (z.reshape(B, T, -1, E) for z in (q, k, v))
     if c.qk_norm:
       q, k = norm(w, "q_norm", q), norm(w, "k_norm", k)
+    packed = common.is_packed(w)
     if angles is not None:
-      q, k = rotate(q, angles), rotate(k, angles)
+      turn = kernels.rotate if packed else rotate
+      q, k = turn(q, angles), turn(k, angles)
     if kv_block is None:
       # One masked slot: training then runs the code that decoding runs.
       nothing = jnp.zeros((B, G, 1, E), k.dtype)
@@ -187,7 +189,7 @@ def _build(
       old_k, old_v = kv_cache
       k = cache_lib.write_nodes(kv_block[0], k, start)
       v = cache_lib.write_nodes(kv_block[1], v, start)
-    if kv_block is not None and common.is_packed(w):
+    if kv_block is not None and packed:
       y = kernels.attend(q, old_k, old_v, k, v, *masks[1:], scale=scale)
     else:
       y = cache_lib.attend(q, old_k, old_v, k, v, *masks[:2], scale=scale)

@@ -1,9 +1,9 @@
 """Decodes with the transformers library and torch, on request, for timing.
 
-Started by `experiments.speed` in an environment that has torch (the project
-does not need it). Reads one JSON line a request from standard input, answers
-with one: `{"generate": [ids], "tokens": n}` -> `{"seconds": s, "ids": [...]}`,
-`{"forward": width, "past": n}` -> `{"seconds": s}`.
+Started by `experiments.torch_peer` in an environment that has torch (the
+project does not need it). Reads one JSON line a request from standard input,
+answers with one: `{"generate": [ids], "tokens": n}` -> `{"seconds": s, "ids":
+[...]}`, `{"forward": width, "past": n}` -> `{"seconds": s}`.
 """
 
 import json
@@ -24,6 +24,7 @@ def main(path: str, dtype: str) -> None:
     str(where.parent), gguf_file=where.name, dtype=getattr(torch, dtype)
   )
   model.eval()
+  caches: dict[int, transformers.DynamicCache] = {}
   print(json.dumps({"ready": torch.__version__}), flush=True)
   for line in sys.stdin:
     request = json.loads(line)
@@ -42,13 +43,15 @@ def main(path: str, dtype: str) -> None:
         seconds = time.perf_counter() - begin
         answer = {"seconds": seconds, "ids": out[0, ids.shape[1] :].tolist()}
       else:
-        past = model(
-          torch.ones(1, request["past"], dtype=torch.long), use_cache=True
-        ).past_key_values
+        held = request["past"]
+        if held not in caches:
+          ids = torch.ones(1, held, dtype=torch.long)
+          caches[held] = model(ids, use_cache=True).past_key_values
         tokens = torch.ones(1, request["forward"], dtype=torch.long)
         begin = time.perf_counter()
-        model(tokens, past_key_values=past, use_cache=True)
+        model(tokens, past_key_values=caches[held], use_cache=True)
         answer = {"seconds": time.perf_counter() - begin}
+        caches[held].crop(-request["forward"])
     print(json.dumps(answer), flush=True)
 
 
