@@ -53,15 +53,21 @@ inline Vec Exp(Vec x) {
   return p * scale;
 }
 
+// Tokens whose queries read cached keys and values together, at most.
+constexpr int64_t kTokens = 4;
+// Queries whose sums over values wait in registers, at most.
+constexpr int kQueries = 6;
+
 // Sizes and arrays of one call; B rows, T tokens, N nodes, H query and G
-// key/value heads of width E, R slots. A unit is one token's queries that read
-// one key/value head.
+// key/value heads of width E, R slots. A unit is the queries of a few tokens
+// that read one key/value head.
 struct Job : spec_jax::Units {
   const float *query, *cache_k, *cache_v, *block_k, *block_v;
   const int32_t *length, *first;
   const bool* visible;
   float* out;
   int64_t B, T, N, H, G, E, R;
+  int64_t tiles;  // of tokens
   float scale;
 
   void Work() {
@@ -70,80 +76,116 @@ struct Job : spec_jax::Units {
     int64_t begin, end;
     while (Take(&begin, &end)) {
       for (int64_t unit = begin; unit < end; ++unit) {
-        RunUnit(unit / (T * G), unit / G % T, unit % G, room);
+        const int64_t g = unit / tiles % G, b = unit / (tiles * G);
+        const int64_t t = unit % tiles * kTokens;
+        RunTokens(b, t, std::min(t + kTokens, T), g, room);
       }
       Finish(end - begin);
     }
   }
 
-  // Memory that the units of one thread use in turn.
+  // Memory that the units of one thread use in turn. The first keys and values
+  // of all tokens of a tile lie in the cache, in the order of positions; each
+  // token has late ones too: cached keys that fill no whole vector, then its
+  // visible nodes.
   struct Room {
-    std::vector<const float*> keys, values;  // keys: [most]
-    std::vector<float> scores;  // [heads][most]
-    std::vector<float> sums;    // [E]
+    std::vector<const float*> keys, values;
+    std::vector<const float*> late_keys[kTokens], late_values[kTokens];
+    std::vector<const float*> queries;
+    std::vector<float*> results;
+    std::vector<float> scores;   // [queries][most]
+    std::vector<float> factors;  // [queries]
   };
 
-  void RunUnit(int64_t b, int64_t t, int64_t g, Room& room) {
-    const int64_t held = length[b];
-    const int64_t start = std::max<int64_t>({0, held - R, first[b * T + t]});
-    const bool* sees = visible + (b * T + t) * N;
+  // First position that token t of row b sees.
+  int64_t Start(int64_t b, int64_t t) const {
+    return std::max<int64_t>({0, length[b] - R, first[b * T + t]});
+  }
+
+  // Runs tokens [t, end); those that see the same cached keys go together.
+  void RunTokens(int64_t b, int64_t t, int64_t end, int64_t g, Room& room) {
+    while (t < end) {
+      int64_t next = t + 1;
+      while (next < end && Start(b, next) == Start(b, t)) ++next;
+      RunTile(b, t, next, g, room);
+      t = next;
+    }
+  }
+
+  void RunTile(int64_t b, int64_t begin, int64_t end, int64_t g, Room& room) {
+    const int64_t group = H / G, tokens = end - begin;
+    const int64_t num_queries = tokens * group;
+    const int64_t most = FindKeys(b, begin, end, g, room);
+    const int64_t cached = room.values.size(), whole = room.keys.size();
+    room.queries.resize(num_queries);
+    room.results.resize(num_queries);
+    room.scores.resize(num_queries * most);
+    room.factors.resize(num_queries);
+    for (int64_t i = 0; i < num_queries; ++i) {
+      const int64_t t = begin + i / group, h = g * group + i % group;
+      const int64_t at = ((b * T + t) * H + h) * E;
+      room.queries[i] = query + at;
+      room.results[i] = out + at;
+      std::fill(out + at, out + at + E, 0.0f);
+    }
+    float* const scores = room.scores.data();
+    for (int64_t j = 0; j < whole; j += kWidth) {
+      for (int64_t i = 0; i < num_queries; ++i) {
+        Store(scores + i * most + j,
+              Dots(room.queries[i], &room.keys[j]) * scale);
+      }
+    }
+    for (int64_t i = 0; i < num_queries; ++i) {
+      const auto& keys = room.late_keys[i / group];
+      float* mine = scores + i * most;
+      for (size_t j = 0; j < keys.size(); j += kWidth) {
+        Store(mine + whole + j, Dots(room.queries[i], &keys[j]) * scale);
+      }
+      const int64_t count = cached + room.late_values[i / group].size();
+      room.factors[i] = count > 0 ? 1 / Softmax(mine, count) : 0;
+    }
+    Weigh(scores, most, room.values, num_queries, room.results.data());
+    for (int64_t t = 0; t < tokens; ++t) {
+      Weigh(scores + t * group * most + cached, most, room.late_values[t],
+            group, room.results.data() + t * group);
+    }
+    for (int64_t i = 0; i < num_queries; ++i) {
+      for (int64_t e = 0; e < E; ++e) room.results[i][e] *= room.factors[i];
+    }
+  }
+
+  // Fills the lists of keys and values for tokens that see the same cached
+  // ones; returns room for their scores. Lists of keys fill whole vectors.
+  int64_t FindKeys(int64_t b, int64_t begin, int64_t end, int64_t g,
+                   Room& room) const {
     const float* old_k = cache_k + (b * G + g) * R * E;
     const float* old_v = cache_v + (b * G + g) * R * E;
+    const int64_t start = Start(b, begin);
     room.keys.clear();
     room.values.clear();
-    for (int64_t p = start, slot = start % R; p < held; ++p) {
+    for (int64_t p = start, slot = start % R; p < length[b]; ++p) {
       room.keys.push_back(old_k + slot * E);
       room.values.push_back(old_v + slot * E);
       if (++slot == R) slot = 0;
     }
-    for (int64_t n = 0; n < N; ++n) {
-      if (!sees[n]) continue;
-      const int64_t at = ((b * N + n) * G + g) * E;
-      room.keys.push_back(block_k + at);
-      room.values.push_back(block_v + at);
-    }
-    const int64_t group = H / G;
-    const int64_t at = ((b * T + t) * H + g * group) * E;
-    const int64_t count = room.values.size();
-    if (count == 0) {
-      std::fill(out + at, out + at + group * E, 0.0f);
-      return;
-    }
-    const int64_t most = (count + kWidth - 1) / kWidth * kWidth;
-    room.scores.resize(group * most);
-    room.sums.resize(E);
-    room.keys.resize(most, room.keys.back());  // whole vectors of scores
-    Score(query + at, group, room.keys, most, room.scores.data());
-    float factors[kHeads];
-    for (int64_t h = 0; h < group; h += kHeads) {
-      const int64_t heads = std::min(kHeads, group - h);
-      float* scores = room.scores.data() + h * most;
-      for (int64_t i = 0; i < heads; ++i) {
-        factors[i] = 1 / Softmax(scores + i * most, count);
+    const int64_t whole = room.keys.size() / kWidth * kWidth;
+    size_t most = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      auto& keys = room.late_keys[t - begin];
+      auto& values = room.late_values[t - begin];
+      keys.assign(room.keys.begin() + whole, room.keys.end());
+      values.clear();
+      for (int64_t n = 0; n < N; ++n) {
+        if (!visible[(b * T + t) * N + n]) continue;
+        const int64_t at = ((b * N + n) * G + g) * E;
+        keys.push_back(block_k + at);
+        values.push_back(block_v + at);
       }
-      float* y = out + at + h * E;
-      switch (heads) {
-        case 1: Weigh<1>(scores, most, factors, room, y); break;
-        case 2: Weigh<2>(scores, most, factors, room, y); break;
-        case 3: Weigh<3>(scores, most, factors, room, y); break;
-        default: Weigh<4>(scores, most, factors, room, y);
-      }
+      while (keys.size() % kWidth != 0) keys.push_back(keys.back());
+      most = std::max(most, keys.size());
     }
-  }
-
-  // Heads whose sums over values share one reading of them.
-  static constexpr int64_t kHeads = 4;
-
-  // scores[h][j] = q[h] keys[j] * scale.
-  void Score(const float* q, int64_t heads,
-             const std::vector<const float*>& keys, int64_t most,
-             float* scores) const {
-    for (int64_t j = 0; j < most; j += kWidth) {
-      for (int64_t h = 0; h < heads; ++h) {
-        float* to = scores + h * most + j;
-        Store(to, Dots(q + h * E, keys.data() + j) * scale);
-      }
-    }
+    room.keys.resize(whole);
+    return whole + most;
   }
 
   // The products of q with 16 keys.
@@ -177,9 +219,9 @@ struct Job : spec_jax::Units {
   // Turns scores into weights, 0 past the end; returns their sum.
   float Softmax(float* scores, int64_t count) const {
     const Ints last = Ints{} + static_cast<int32_t>(count - 1);
+    // Past the end stands the last score again.
     Vec tops = All(scores[0]);
     for (int64_t j = 0; j < count; j += kWidth) {
-      // Past the end stands the last score again.
       tops = Max(Load(scores + j), tops);
     }
     float top = tops[0];
@@ -195,38 +237,66 @@ struct Job : spec_jax::Units {
     return Sum(total);
   }
 
-  // y[h] = (sum over j of weights[h][j] values[j]) * factors[h], in the order
-  // of j.
-  template <int kRows>
-  void Weigh(const float* weights, int64_t stride, const float* factors,
-             Room& room, float* y) const {
-    const std::vector<const float*>& values = room.values;
-    const int64_t count = values.size();
-    int64_t e = 0;
-    for (; e + 2 * kWidth <= E; e += 2 * kWidth) {
-      Vec low[kRows] = {}, high[kRows] = {};
-      for (int64_t j = 0; j < count; ++j) {
-        const Vec v = Load(values[j] + e), w = Load(values[j] + e + kWidth);
-        for (int h = 0; h < kRows; ++h) {
-          const Vec x = All(weights[h * stride + j]);
-          low[h] = MulAdd(low[h], x, v);
-          high[h] = MulAdd(high[h], x, w);
-        }
-      }
-      for (int h = 0; h < kRows; ++h) {
-        Store(y + h * E + e, low[h] * factors[h]);
-        Store(y + h * E + e + kWidth, high[h] * factors[h]);
+  // results[i] += sum over j of weights[i][j] values[j], in the order of j.
+  void Weigh(const float* weights, int64_t stride,
+             const std::vector<const float*>& values, int64_t rows,
+             float* const* results) const {
+    for (int64_t i = 0; i < rows; i += kQueries) {
+      const float* w = weights + i * stride;
+      float* const* y = results + i;
+      switch (std::min<int64_t>(kQueries, rows - i)) {
+        case 1: WeighRows<1>(w, stride, values, y); break;
+        case 2: WeighRows<2>(w, stride, values, y); break;
+        case 3: WeighRows<3>(w, stride, values, y); break;
+        case 4: WeighRows<4>(w, stride, values, y); break;
+        case 5: WeighRows<5>(w, stride, values, y); break;
+        default: WeighRows<kQueries>(w, stride, values, y);
       }
     }
-    if (e == E) return;
-    for (int h = 0; h < kRows; ++h) {
-      std::vector<float>& sums = room.sums;
-      std::fill(sums.begin() + e, sums.end(), 0.0f);
-      for (int64_t j = 0; j < count; ++j) {
-        const float weight = weights[h * stride + j];
-        for (int64_t i = e; i < E; ++i) sums[i] += weight * values[j][i];
+  }
+
+  template <int kRows>
+  void WeighRows(const float* weights, int64_t stride,
+                 const std::vector<const float*>& values,
+                 float* const* y) const {
+    int64_t e = 0;
+    for (; e + 2 * kWidth <= E; e += 2 * kWidth) {
+      WeighPart<kRows, 2>(weights, stride, values, y, e);
+    }
+    for (; e + kWidth <= E; e += kWidth) {
+      WeighPart<kRows, 1>(weights, stride, values, y, e);
+    }
+    for (; e < E; ++e) {
+      for (int i = 0; i < kRows; ++i) {
+        float sum = y[i][e];
+        for (size_t j = 0; j < values.size(); ++j) {
+          sum += weights[i * stride + j] * values[j][e];
+        }
+        y[i][e] = sum;
       }
-      for (int64_t i = e; i < E; ++i) y[h * E + i] = sums[i] * factors[h];
+    }
+  }
+
+  template <int kRows, int kVecs>
+  void WeighPart(const float* weights, int64_t stride,
+                 const std::vector<const float*>& values, float* const* y,
+                 int64_t e) const {
+    Vec sums[kRows][kVecs];
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVecs; ++v) sums[i][v] = Load(y[i] + e + v * kWidth);
+    }
+    for (size_t j = 0; j < values.size(); ++j) {
+      Vec value[kVecs];
+      for (int v = 0; v < kVecs; ++v) value[v] = Load(values[j] + e + v * kWidth);
+      for (int i = 0; i < kRows; ++i) {
+        const Vec weight = All(weights[i * stride + j]);
+        for (int v = 0; v < kVecs; ++v) {
+          sums[i][v] = MulAdd(sums[i][v], weight, value[v]);
+        }
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVecs; ++v) Store(y[i] + e + v * kWidth, sums[i][v]);
     }
   }
 };
@@ -261,7 +331,8 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
   job->B = q[0], job->T = q[1], job->H = q[2], job->E = q[3];
   job->G = k[1], job->R = k[2], job->N = n[1];
   job->scale = scale;
-  job->num_units = job->B * job->T * job->G;
+  job->tiles = (job->T + kTokens - 1) / kTokens;
+  job->num_units = job->B * job->G * job->tiles;
   spec_jax::RunUnits(pool, job, 0);
   return ffi::Error::Success();
 }
