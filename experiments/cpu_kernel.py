@@ -252,11 +252,10 @@ def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def plot(lines: list[dict[str, Any]], path: str) -> None:
-  """Draws the cost of a pass against its width, and the memory floor."""
+  """Draws the cost of a pass against its width, and the memory floors."""
   from matplotlib import pyplot as plt
 
   passes = [x for x in lines if x["part"] == "model"]
-  copies = [x for x in lines if x["part"] == "floor" and x["name"] == "copy"]
   figure, axes = plt.subplots(figsize=(6, 4))
   for name in dict.fromkeys(x["name"] for x in passes):
     ours = sorted(
@@ -264,10 +263,13 @@ def plot(lines: list[dict[str, Any]], path: str) -> None:
     )
     axes.plot(*zip(*ours, strict=True), marker="o", label=name)
   sizes = [x["weight_bytes"] for x in passes]
-  if copies and sizes:
-    floor = max(sizes) / copies[0]["median_gb_s"] / 1e6
-    label = "float32 weights at a copy's speed"
-    axes.axhline(floor, color="gray", linestyle="--", label=label)
+  for line, style in zip(
+    (x for x in lines if x["part"] == "floor"), ("--", ":"), strict=False
+  ):
+    floor = max(sizes, default=0) / line["median_gb_s"] / 1e6
+    verb = {"copy": "copied", "read": "read"}[line["name"]]
+    label = f"float32 weights {verb} ({line['median_gb_s']:.0f} GB/s)"
+    axes.axhline(floor, color="gray", linestyle=style, label=label)
   axes.set_xscale("log", base=2)
   axes.set_ylim(bottom=0)
   axes.set_xlabel("tokens in one pass")
