@@ -24,6 +24,8 @@ def get_config() -> ConfigDict:
   config.execution.cpu_kernel = "auto"
   # What that kernel stores: float32, or bfloat16 (rounded: another model).
   config.execution.weights = "float32"
+  # Of matrix products: highest, high, or default = the device's own.
+  config.execution.matmul_precision = "highest"
   # Of rows whose sampling gives no seed of its own.
   config.seed = 0
   # Prompts are put through the model's chat template: auto, yes or no.
@@ -42,8 +44,22 @@ def get_config() -> ConfigDict:
   config.drafter.min_ngram = config_dict.placeholder(int)
   config.drafter.match = config_dict.placeholder(str)
   config.drafter.tree = config_dict.placeholder(tuple)
+  config.drafter.parents = config_dict.placeholder(tuple)
   config.drafter.siblings = config_dict.placeholder(str)
   config.drafter.draft_temperature = config_dict.placeholder(float)
+
+  # How deep to draft: fixed, cost (as deep as pays on this device, or not at
+  # all), average, confidence or entropy.
+  config.policy = ConfigDict()
+  config.policy.name = "fixed"
+  # Options of the policies; None = the policy's own default.
+  config.policy.probe = config_dict.placeholder(int)
+  config.policy.margin = config_dict.placeholder(float)
+  config.policy.memory = config_dict.placeholder(float)
+  config.policy.prior = config_dict.placeholder(float)
+  config.policy.start = config_dict.placeholder(int)
+  config.policy.threshold = config_dict.placeholder(float)
+  config.policy.scale = config_dict.placeholder(float)
 
   config.sampling = ConfigDict()
   for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.launch import UserError, user_errors
+from experiments.launch import UserError, policy_arguments, user_errors
 from spec_jax import metrics
 from spec_jax.generate import Work, make_engine, plan, run
 from spec_jax.hub import Loaded
@@ -37,7 +37,7 @@ def converse(
   """
   slots = config.engine.slots or min(_SLOTS, target.model.config.max_length)
   history = _opening(config)
-  state, engine = None, None
+  state, engine, turn = None, None, 0
   print(f"{config.model}, drafter {config.drafter.name}. {_HELP}.")
   while True:
     try:
@@ -54,6 +54,11 @@ def converse(
       continue
     asked = [*history, {"role": "user", "content": line}]
     work = plan(target, [asked], settings, config.seed)
+    # No turn may draw with the noise of another: a template may drop text, and
+    # a turn then starts at a length that an earlier one went through.
+    turn += 1
+    job = work.jobs[0]
+    work = work._replace(jobs=[job._replace(seeds=(*job.seeds, turn))])
     if len(work.jobs[0].ids) >= slots:
       print(f"the conversation fills the {slots} tokens; /reset starts anew")
       continue
@@ -64,6 +69,7 @@ def converse(
         drafter=config.drafter.name,
         draft=draft,
         options=options,
+        **policy_arguments(config),
         batch_size=1,
         slots=slots,
         chunk=config.engine.chunk,

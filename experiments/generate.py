@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from experiments import launch, prompts as prompt_files, results, show
 from experiments.launch import UserError
-from spec_jax import hub, metrics, stops
+from spec_jax import hub, kernels, metrics, stops
+from spec_jax.base import DETERMINISTIC
 from spec_jax.generate import Work, make_engine, plan, run
 from spec_jax.settings import Settings
 
@@ -96,6 +97,7 @@ class Runner:
       drafter=name,
       draft=draft,
       options=options,
+      **launch.policy_arguments(config),
       trace=_TRACE.value,
       **common,
     )
@@ -133,7 +135,7 @@ class Runner:
       name: {
         key: known(value)
         for key, value in metrics.report(
-          self.counts[name], engine.timing
+          self.counts[name], engine.timing, engine.policy_report()
         ).items()
       }
       for name, engine in self.engines.items()
@@ -261,6 +263,17 @@ def _check_flags(config: ml_collections.ConfigDict) -> None:
       )
   if _CHAT.value and (_PROMPT.value or _PROMPTS.value or _OUT.value):
     raise UserError("--chat takes no --prompt, --prompts or --out")
+  if _CHAT.value:
+    for is_set, name in (
+      (_TRACE.value, "--trace"),
+      (not _COMPARE.value, "--nocompare"),
+      (config.logprobs, "--config.logprobs"),
+      (config.engine.batch_size > 1, "--config.engine.batch_size"),
+      (config.engine.refill_rows > 1, "--config.engine.refill_rows"),
+      (config.mesh and config.mesh[0] != "1", "--config.mesh of several rows"),
+    ):
+      if is_set:
+        raise UserError(f"--chat holds one conversation: it takes no {name}")
 
 
 def main() -> int | None:
@@ -356,6 +369,7 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
     "config": launch.plain_dict(config),
     "drafter_options": launch.effective(config, options),
     "engine": {name: static[name] for name in sizes},
+    "cpu_kernel": kernels.is_packed(runner.target.params),
     "dtype": str(jax.tree.leaves(runner.target.params)[0].dtype),
     "seed": runner.work.seed,
     "lossy": False,
@@ -372,7 +386,7 @@ def _expected(config) -> bool:
   from spec_jax.drafters import vanilla
 
   kind = vanilla.SIBLINGS.get(config.drafter.siblings or "iid")
-  random_draft = config.drafter.name == "vanilla" and kind != 2
+  random_draft = config.drafter.name == "vanilla" and kind != DETERMINISTIC
   return config.sampling.temperature == 0 or not random_draft
 
 

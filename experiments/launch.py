@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from spec_jax import builtin, drafters, hub, programs, sharding
+from spec_jax import builtin, drafters, hub, length, programs, sharding
 from spec_jax.settings import Settings
 
 _DEVICE_FILES = (
@@ -147,9 +147,33 @@ def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
         f"drafter {drafter.name!r} has no option {key!r}; it has "
         f"{', '.join(known) or 'none'}"
       )
-  if "tree" in chosen:
-    chosen["tree"] = tuple(chosen["tree"])
+  for key in ("tree", "parents"):
+    if key in chosen:
+      chosen[key] = tuple(chosen[key])
   return chosen
+
+
+def policy_arguments(config: ConfigDict) -> dict[str, Any]:
+  """Returns the length policy and its options that are set, for an engine.
+
+  Raises:
+    UserError: for an unknown policy, or an option it does not have.
+  """
+  policy = config.policy
+  chosen = {
+    key: value
+    for key, value in policy.items()
+    if key != "name" and value is not None
+  }
+  with user_errors():
+    known = length.options(policy.name)
+  for key in chosen:
+    if key not in known:
+      raise UserError(
+        f"length policy {policy.name!r} has no option {key!r}; it has "
+        f"{', '.join(known) or 'none'}"
+      )
+  return {"policy": policy.name, "policy_options": chosen}
 
 
 def effective(config: ConfigDict, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +216,7 @@ def inspect(name: str, config: ConfigDict) -> hub.Inspected:
       dtype=config.dtype or None,
       cpu_kernel="off" if config.mesh else kernel,
       cpu_weights=execution.weights,
+      precision=execution.matmul_precision,
     )
 
 
@@ -206,13 +231,13 @@ def inspect_draft(
   from spec_jax.pairing import check_same_vocabulary
 
   name, draft = config.drafter.name, str(config.drafter.draft)
-  if name != "vanilla":
+  if not drafters.takes_draft(name):
     if draft:
       raise UserError(f"drafter {name!r} takes no draft model, got {draft!r}")
     return None
   if not draft:
     raise UserError(
-      "drafter 'vanilla' needs --config.drafter.draft: a model's name, "
+      f"drafter {name!r} needs --config.drafter.draft: a model's name, "
       "'target', or a number of the target's layers"
     )
   if draft == "target":
@@ -257,13 +282,17 @@ def check_sizes(
       chunk=engine.chunk,
       refill_rows=engine.refill_rows,
     ).resolved()
-    drafters.build(
+    drafter = drafters.build(
       config.drafter.name,
       model,
       draft_model,
       slots=engine.slots or context,
       **options,
     )
+    chosen = policy_arguments(config)["policy_options"]
+    if drafter.depth:
+      policy = length.build(config.policy.name, drafter.depth, **chosen)
+      length.check(policy, drafter)
 
 
 def rows_of(config: ConfigDict, wanted: int, mesh) -> int:

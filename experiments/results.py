@@ -14,10 +14,15 @@ from experiments.launch import UserError
 
 
 def environment() -> dict[str, Any]:
-  """Returns versions, device and commit: what a number depends on."""
+  """Returns versions, device and commit: what a number depends on.
+
+  `matmul_precision` is that of models loaded without another.
+  """
   from importlib import metadata
 
   import jax
+
+  from spec_jax.models import decoder
 
   def version(name):
     try:
@@ -38,12 +43,10 @@ def environment() -> dict[str, Any]:
     "device": device.device_kind,
     "num_devices": jax.device_count(),
     "processor": _processor(),
+    "matmul_precision": decoder.PRECISION,
     "cpus": len(os.sched_getaffinity(0))
     if hasattr(os, "sched_getaffinity")
     else os.cpu_count(),
-    "matmul_precision": str(
-      getattr(jax.config, "jax_default_matmul_precision", None)
-    ),
   }
 
 

@@ -82,6 +82,7 @@ def table(
     ("decode, s", "decode_s", "{:.2f}"),
     ("decode, tokens/s", "decode_tokens_per_s", "{:.1f}"),
     ("steps", "steps", "{:d}"),
+    ("measuring steps, s", "measure_s", "{:.1f}"),
     ("drafted per step", "drafted_per_step", "{:.2f}"),
     ("accepted per step", "accepted_per_step", "{:.2f}"),
     ("emitted per step", "emitted_per_step", "{:.2f}"),
@@ -98,6 +99,9 @@ def table(
   speeds = [r["decode_tokens_per_s"] for r in reports.values()]
   if len(speeds) == 2 and all(speeds):
     print(f"{'speed-up of decoding':24}{speeds[1] / speeds[0]:>27.2f}x")
+  for report in reports.values():
+    if (policy := report.get("policy")) and policy.get("alarm"):
+      print(f"{'length policy':24}{policy['alarm']}")
   known = [x["identical"] for x in lines if x["identical"] is not None]
   if known:
     same = sum(known)

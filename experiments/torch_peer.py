@@ -11,7 +11,7 @@ import tempfile
 
 from experiments import launch, prompts
 
-_WORKER = "experiments/torch_worker.py"
+_WORKER = "tests/golden/torch_worker.py"
 
 
 class TorchPeer:

@@ -336,6 +336,24 @@ class SpecInfo:
 
 
 @flax.struct.dataclass
+class Outcome:
+  """What a length policy learns from a step.
+
+  Attributes:
+    asked: `[B]` int32, the depth it asked for, cut by what room was left.
+    running: `[B]` bool, rows that were not done.
+    chance: `[B, K]` bool, depth `i + 1` had an acceptable node under an
+      accepted path.
+    accepted: `[B, K]` bool, depth `i + 1` was accepted.
+  """
+
+  asked: Array
+  running: Array
+  chance: Array
+  accepted: Array
+
+
+@flax.struct.dataclass
 class Context:
   """What a drafter may look at while it proposes.
 
@@ -346,6 +364,9 @@ class Context:
     max_depth: `[B]` int32; nodes deeper than it will be refused.
     sampling: settings per row.
     counts: for penalties, or None.
+    extend: `extend(law_BnV) -> [B, n]` bool, the length policy's word on
+      whether nodes get children, given the draft's law at temperature 1 after
+      each, before they are drawn; None = always.
   """
 
   tokens: Array
@@ -354,6 +375,7 @@ class Context:
   max_depth: Array
   sampling: Sampling
   counts: Counts | None
+  extend: Callable | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -418,6 +440,8 @@ class Drafter(NamedTuple):
       is already cut by stops and limits, done rows have `num_tokens` 0.
     num_nodes: `N`, root included.
     depth: `K`.
+    asks_policy: whether `propose` calls `context.extend`; drafters that copy
+      have no law to show it.
   """
 
   init: Callable
@@ -426,17 +450,24 @@ class Drafter(NamedTuple):
   update: Callable
   num_nodes: int
   depth: int
+  asks_policy: bool = False
 
 
 class LengthPolicy(NamedTuple):
   """How deep to draft; a static `N` and `K` bound it.
 
   Attributes:
-    init: `init(batch) -> state`.
-    max_depth: `max_depth(state) -> [B]` int32.
-    update: `update(state, draft, verdict) -> state`.
+    init: `init(batch) -> state`, every leaf leading with `batch`. A row keeps
+      it when it is refilled.
+    max_depth: `max_depth(state, running, costs) -> [B]` int32; `running: [B]`
+      bool, `costs: [K + 1]` float32 seconds of a step by depth, or None.
+    update: `update(state, outcome) -> state`.
+    extend: `extend(state, law_BnV) -> [B, n]` bool, see `Context`; or None.
+    needs_costs: whether `max_depth` reads `costs`.
   """
 
   init: Callable
   max_depth: Callable
   update: Callable
+  extend: Callable | None = None
+  needs_costs: bool = False

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import metrics, rows as rows_lib
+from spec_jax import kernels, length, metrics, rows as rows_lib
 from spec_jax.base import (
   FINISH_REASONS,
   LENGTH,
@@ -25,14 +25,16 @@ from spec_jax.base import (
   SpecInfo,
   SpecState,
 )
+from spec_jax.costs import measure_costs
 from spec_jax.programs import (
   EngineConfig,
   Program,
+  Programs,
   build_programs,
   params_shardings,
 )
 from spec_jax.requests import Job, make_request
-from spec_jax.settings import Settings
+from spec_jax.settings import Settings, in_use
 
 # Seconds between looks at the device: streaming, and otherwise.
 _STREAM_S, _LOOK_S = 0.05, 1.0
@@ -46,7 +48,8 @@ class Finished(NamedTuple):
     job: number of the job.
     ids: output tokens, the stop included.
     logprobs: of each output token, or None.
-    finish_reason: one of `FINISH_REASONS`.
+    finish_reason: one of `FINISH_REASONS`, or "context" if the context or the
+      cache ended before `max_new_tokens`.
     counts: what the row counted.
     first_token_s: seconds from the start of its reading to its first token.
     state: the row's state, to be continued, if asked for.
@@ -67,6 +70,7 @@ class Engine:
   Attributes:
     config: the resolved static configuration.
     timing: seconds by part, added up over runs.
+    stop_strings: what the automaton knows, in the order of `Job.patterns`.
   """
 
   def __init__(
@@ -80,6 +84,7 @@ class Engine:
     automaton: PyTree = None,
     mesh=None,
     replicate_draft: bool = True,
+    costs: Sequence[float] | None = None,
   ):
     """Builds the programs; compiles nothing yet.
 
@@ -92,12 +97,20 @@ class Engine:
       automaton: of the stop strings, if `config.stop_strings`.
       mesh: of axes 'data' and 'model', or None for one device.
       replicate_draft: keep the draft whole on each device.
+      costs: `K + 1` seconds of a step by depth, for a length policy that needs
+        them; None = measured on this device before the first run.
 
     Raises:
-      ValueError: for an unknown drafter or option, or a size out of range.
+      ValueError: for an unknown drafter, policy or option, or a size out of
+        range.
     """
     self.config = config.resolved()
     if mesh is not None:
+      if kernels.is_packed(params) or kernels.is_packed(draft_params):
+        raise ValueError(
+          "weights are packed for one CPU: load them with cpu_kernel='off' for "
+          "a mesh"
+        )
       data = mesh.shape["data"]
       for name in ("batch_size", "refill_rows"):
         size = getattr(self.config, name)
@@ -112,7 +125,9 @@ class Engine:
     self._programs = build_programs(
       model, draft, self.config, mesh, replicate_draft
     )
-    self.params = {"target": params}
+    self.params: dict[str, PyTree] = {"target": params}
+    if self._programs.policy.needs_costs:  # until they are known
+      self.params["costs"] = jnp.ones((self.depth + 1,), jnp.float32)
     if draft is not None:
       self.params["draft"] = draft_params
     if self.config.stop_strings:
@@ -122,13 +137,51 @@ class Engine:
         self.params,
         params_shardings(model, draft, self.config, mesh, replicate_draft),
       )
+    self._costs: list[float] | None = None
+    if costs is not None:
+      self.set_costs(costs)
+    # What the length policy knows outlives a run.
+    self._policy_state: PyTree = None
     self._compiled_before = self._programs.compiled()
     self.timing = metrics.Timing()
+    self.stop_strings: tuple[str, ...] = ()
 
   @property
   def depth(self) -> int:
     """The drafter's depth `K`."""
     return self._programs.depth
+
+  @property
+  def costs(self) -> list[float] | None:
+    """Seconds of a step by depth; None if not needed or not yet measured."""
+    return self._costs
+
+  def policy_report(self) -> dict[str, Any] | None:
+    """Returns what the length policy did so far; see `length.report`."""
+    if self._policy_state is None:
+      return None
+    return length.report(self.config.policy, self._policy_state, self._costs)
+
+  @property
+  def programs(self) -> Programs:
+    """The compiled functions."""
+    return self._programs
+
+  def set_costs(self, costs: Sequence[float]) -> None:
+    """Says what steps cost; see the argument `costs`.
+
+    Raises:
+      ValueError: if the policy takes none, or they are not `K + 1` above 0.
+    """
+    if not self._programs.policy.needs_costs:
+      raise ValueError(f"length policy {self.config.policy!r} takes no costs")
+    if len(costs) != self.depth + 1 or min(costs) <= 0:
+      raise ValueError(
+        f"{self.depth + 1} costs above 0 are needed, got {list(costs)}"
+      )
+    self._costs = [float(x) for x in costs]
+    new = jnp.asarray(self._costs, jnp.float32)
+    self.params["costs"] = jax.device_put(new, self.params["costs"].sharding)
 
   @property
   def num_compiles(self) -> int:
@@ -141,7 +194,7 @@ class Engine:
     compile_s = self._programs.compiled()[0] - self._compiled_before[0]
     self.timing = dataclasses.replace(old, compile_s=compile_s, **changes)
 
-  def _timed(self, program: Program, *args):
+  def timed(self, program: Program, *args):
     """Calls a program; returns (result, seconds without compile)."""
     compiled = program.compile_s
     start = time.perf_counter()
@@ -153,13 +206,27 @@ class Engine:
     """Checks that a job fits.
 
     Raises:
-      ValueError: if the prompt is empty or does not fit the context.
+      ValueError: if the prompt is empty or does not fit the context, or a
+        setting is one that this engine was not made for.
     """
+    more = in_use([job.settings]) - self.config.use
+    if more:
+      raise ValueError(
+        f"this engine was made without {', '.join(sorted(more))}: name all "
+        f"settings in EngineConfig.use"
+      )
+    if job.patterns and not self.config.stop_strings:
+      raise ValueError("this engine was made without stop strings")
     room = min(self.config.slots, self.model.config.max_length)
     if not 0 < len(job.ids) < room:
       raise ValueError(
         f"a prompt of {len(job.ids)} tokens does not fit a context of {room} "
         f"(one token at least, and room for one more)"
+      )
+    if len(job.ids) + job.settings.min_new_tokens > room:
+      raise ValueError(
+        f"{len(job.ids)} prompt tokens and min_new_tokens "
+        f"{job.settings.min_new_tokens} do not fit a context of {room}"
       )
     if len(job.stop_ids) > self.config.num_stop_ids:
       raise ValueError(
@@ -214,18 +281,18 @@ class Engine:
     settings = Settings(max_new_tokens=1)
     job = Job(ids, settings, (0,))
     self.check(job)
-    state, seconds = self._read([job], [0], self._programs.empty(), None)
+    state, seconds = self.read([job], [0], self._programs.empty(), None)
     self._add_time(prefill_s=seconds, num_prompt_tokens=len(ids))
     return rows_lib.take_rows(state, jnp.zeros((1,), jnp.int32))
 
-  def _read(self, jobs, rows, state, start):
+  def read(self, jobs, rows, state, start):
     """Reads jobs into rows of a state; returns (state, seconds)."""
     R, B = self.config.refill_rows, self.config.batch_size
     request = make_request(jobs, self.config, self.model, R)
     where = jnp.asarray([*rows] + [B] * (R - len(rows)), jnp.int32)
     if start is None:
-      return self._timed(self._programs.refill, state, request, where)
-    return self._timed(self._programs.resume, state, start, request, where)
+      return self.timed(self._programs.refill, state, request, where)
+    return self.timed(self._programs.resume, state, start, request, where)
 
   def run(
     self,
@@ -240,7 +307,8 @@ class Engine:
 
     Args:
       jobs: in the order they are started.
-      start: a state of one row whose text begins every job.
+      start: a state of one row whose text begins every job, made with these
+        weights (which is not checked).
       on_tokens: called with (job, new tokens) as they come.
       on_trace: called after each step with ({row: job}, SpecInfo on the
         host); needs `config.trace`, and steps one by one.
@@ -248,8 +316,10 @@ class Engine:
 
     Raises:
       ValueError: before anything runs, if a job does not fit or does not
-        continue `start`.
+        continue `start`, or the engine was not made to be traced.
     """
+    if on_trace is not None and self._programs.trace is None:
+      raise ValueError("on_trace needs EngineConfig.trace")
     for job in jobs:
       self.check(job)
     if start is not None:
@@ -264,7 +334,14 @@ class Engine:
     began: dict[int, float] = {}
     first: dict[int, float] = {}
     shown: dict[int, int] = {}
+    if self._programs.policy.needs_costs and self._costs is None:
+      measuring, timing = time.perf_counter(), self.timing
+      self.set_costs(measure_costs(self))
+      self.timing = timing
+      self._add_time(measure_s=time.perf_counter() - measuring)
     state = self._programs.empty()
+    if self._policy_state is not None:
+      state = dataclasses.replace(state, policy=self._policy_state)
     if on_trace is None:  # so that no prompt waits for a compile
       limits = jnp.int32(0), jnp.int32(0)
       self._programs.decode.prepare(self.params, state, *limits)
@@ -276,7 +353,7 @@ class Engine:
         rows, free = free[:R], free[R:]
         rows = rows[: len(queue)]
         batch = [queue.popleft() for _ in rows]
-        state, seconds = self._read([j for _, j in batch], rows, state, start)
+        state, seconds = self.read([j for _, j in batch], rows, state, start)
         self._add_time(
           prefill_s=seconds,
           num_prompt_tokens=sum(len(j.ids) - held for _, j in batch),
@@ -292,13 +369,13 @@ class Engine:
         return
       until = B - len(owner) + 1
       if on_trace is not None:
-        assert self._programs.trace is not None, "needs EngineConfig.trace"
-        (state, info), seconds = self._timed(self._programs.trace, state)
+        assert self._programs.trace is not None
+        (state, info), seconds = self.timed(self._programs.trace, state)
         on_trace(dict(owner), jax.device_get(info))
         taken = 1
       else:
         wanted = 1 if fresh or not step_s else int(look_s / step_s)
-        (state, taken), seconds = self._timed(
+        (state, taken), seconds = self.timed(
           self._programs.decode,
           state,
           jnp.int32(min(max(wanted, 1), _MAX_STEPS)),
@@ -321,8 +398,12 @@ class Engine:
           index = owner.pop(row)
           finished = self._collect(state, row, index, keep_state)
           finished = finished._replace(first_token_s=first.get(row, 0.0))
+          wanted = jobs[index].settings.max_new_tokens
+          if finished.finish_reason == "length" and len(finished.ids) < wanted:
+            finished = finished._replace(finish_reason="context")
           times = (*self.timing.first_token_s, finished.first_token_s)
           self.timing = dataclasses.replace(self.timing, first_token_s=times)
+          self._policy_state = jax.tree.map(jnp.copy, state.policy)
           yield finished
 
   def _collect(self, state, row, index, keep_state) -> Finished:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spec_jax import metrics, stops, text
-from spec_jax.base import SpecState
+from spec_jax import drafters, metrics, stops, text
+from spec_jax.base import SpecState, Tree
 from spec_jax.engine import Engine, Finished
 from spec_jax.hub import Loaded
 from spec_jax.pairing import resolve_draft
@@ -194,6 +194,9 @@ def make_engine(
   drafter: str = "none",
   draft: Loaded | str | int | None = None,
   options: Mapping[str, Any] | None = None,
+  policy: str = "fixed",
+  policy_options: Mapping[str, Any] | None = None,
+  costs: Sequence[float] | None = None,
   batch_size: int = 0,
   slots: int = 0,
   chunk: int = 0,
@@ -212,6 +215,9 @@ def make_engine(
     draft: the draft model: another loaded model, "target" for the target
       itself, or a number of the target's first layers.
     options: the drafter's options.
+    policy: how deep to draft, a key of `length.POLICIES`.
+    policy_options: the policy's options.
+    costs: see `Engine`.
     batch_size: rows; 0 = 8, or as many as there are jobs.
     slots: tokens a row may hold; 0 = the smallest size that fits.
     chunk: prompt tokens read in one pass; 0 = chosen for the device.
@@ -234,14 +240,21 @@ def make_engine(
   data = 1 if mesh is None else mesh.shape["data"]
   if not batch_size:
     batch_size = -(-min(_BATCH, max(1, len(jobs))) // data) * data
+  if draft is not None and drafter in drafters.names():
+    if not drafters.takes_draft(drafter):
+      raise ValueError(f"drafter {drafter!r} takes no draft model")
   draft_model, draft_params = resolve_draft(loaded, draft)
   options = dict(options or {})
-  tree = options.get("tree")
-  if isinstance(tree, list):
-    options["tree"] = tuple(tree)
+  if isinstance(options.get("tree"), Tree):
+    options["parents"] = options.pop("tree").parents
+  for key in ("tree", "parents"):
+    if options.get(key) is not None:
+      options[key] = tuple(int(i) for i in options[key])
   config = EngineConfig(
     drafter=drafter,
     options=tuple(sorted(options.items())),
+    policy=policy,
+    policy_options=tuple(sorted((policy_options or {}).items())),
     batch_size=batch_size,
     slots=slots,
     chunk=chunk,
@@ -256,7 +269,7 @@ def make_engine(
   if work.stop_strings:
     assert work.token_bytes is not None
     automaton = stops.build_automaton(work.stop_strings, work.token_bytes)
-  return Engine(
+  machine = Engine(
     model,
     loaded.params,
     config,
@@ -265,7 +278,10 @@ def make_engine(
     automaton=automaton,
     mesh=mesh,
     replicate_draft=replicate_draft,
+    costs=costs,
   )
+  machine.stop_strings = work.stop_strings
+  return machine
 
 
 def _stream(work: Work, job: Job) -> text.StreamDecoder:
@@ -330,7 +346,14 @@ def run(
     if piece:
       on_text(*work.origin[index], piece)
 
-  streaming = on_text is not None and work.token_bytes is not None
+  if work.stop_strings != engine.stop_strings:
+    raise ValueError(
+      f"this engine was made for the stop strings {engine.stop_strings}, not "
+      f"{work.stop_strings}"
+    )
+  if on_text is not None and work.token_bytes is None:
+    raise ValueError("on_text needs a tokenizer, this model has none")
+  streaming = on_text is not None
   for finished in engine.run(
     work.jobs,
     start=start,
@@ -384,8 +407,8 @@ def generate(
     start: a state to continue, see `run`.
     on_text: called with (prompt, sample, piece) as text comes.
     keep_state: give each completion its state.
-    **engine: see `make_engine`: `drafter`, `draft`, `options`, `batch_size`,
-      `slots`, `logprobs`, `mesh`, ...
+    **engine: see `make_engine`: `drafter`, `draft`, `options`, `policy`,
+      `batch_size`, `slots`, `logprobs`, `mesh`, ...
 
   Returns:
     Generation.
@@ -412,4 +435,5 @@ def generate(
   )
   found.sort(key=lambda c: (c.prompt, c.sample))
   counts = metrics.Counts.sum([c.counts for c in found])
-  return Generation(found, metrics.report(counts, machine.timing), work.seed)
+  report = metrics.report(counts, machine.timing, machine.policy_report())
+  return Generation(found, report, work.seed)

@@ -138,6 +138,7 @@ def inspect(
   tokenizer: bool = True,
   cpu_kernel: str = "auto",
   cpu_weights: str = "float32",
+  precision: str = decoder.PRECISION,
 ) -> Inspected:
   """Opens a model and checks all that can be known before weights are read.
 
@@ -158,6 +159,8 @@ def inspect(
       once, computed in float32: another model). Packed ones are stored in half
       the bytes and read in half the time; without the kernel the rounded
       values take float32's room.
+    precision: of matrix products, see `decoder.build`; "default" leaves it to
+      the device.
 
   Returns:
     Inspected.
@@ -169,6 +172,10 @@ def inspect(
       weight is read.
   """
   name = os.fspath(name)
+  if precision not in ("highest", "high", "default"):
+    raise LoadError(
+      f"precision must be highest, high or default, got {precision!r}"
+    )
   dtype = _dtype(dtype)
   found = _find(name, revision)
   family, config = _architecture(found.config, name)
@@ -188,7 +195,12 @@ def inspect(
     words, hashes["tokenizer"] = vocabulary.read_tokenizer(found.words, name)
     vocabulary.check_tokenizer(words, config.vocab_size, name)
   try:
-    model = decoder.build(config, dtype=dtype, scan_layers=scan_layers)
+    model = decoder.build(
+      config,
+      dtype=dtype,
+      scan_layers=scan_layers,
+      precision=None if precision == "default" else precision,
+    )
   except ValueError as error:
     raise LoadError(f"{name}: {error}") from error
   stop_ids = vocabulary.stop_ids(found.eos, words, config.vocab_size)

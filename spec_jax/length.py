@@ -1,8 +1,20 @@
-"""Draft-length policies: how deep a row drafts in the next step."""
+"""Draft-length policies: how deep a row drafts in the next step.
 
+A policy may look at what happened in earlier steps and at the draft's own law
+before a token is drawn, never at the token: so the output law stays the
+target's whatever it decides.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import inspect
+from typing import Any
+
+import flax.struct
 import jax.numpy as jnp
+import numpy as np
 
-from spec_jax.base import LengthPolicy
+from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
 
 
 def fixed(depth: int) -> LengthPolicy:
@@ -15,6 +27,300 @@ def fixed(depth: int) -> LengthPolicy:
     raise ValueError(f"draft depth must be at least 0, got {depth}")
   return LengthPolicy(
     init=lambda batch: jnp.full((batch,), depth, jnp.int32),
-    max_depth=lambda state: state,
-    update=lambda state, draft, verdict: state,
+    max_depth=lambda state, running, costs: state,
+    update=lambda state, outcome: state,
   )
+
+
+def confidence(depth: int, *, threshold: float = 0.4) -> LengthPolicy:
+  """Builds the policy that stops where the draft is unsure.
+
+  A node gets children only if the draft's largest probability there, at
+  temperature 1, is at least the threshold.
+
+  Args:
+    depth: `K`, drafted at most.
+    threshold: in [0, 1].
+
+  Raises:
+    ValueError: if the threshold is out of range.
+
+  Reference: the transformers library's `assistant_confidence_threshold`.
+  """
+  if not 0 <= threshold <= 1:
+    raise ValueError(f"threshold must be in [0, 1], got {threshold}")
+  return fixed(depth)._replace(
+    extend=lambda state, law: law.max(-1) >= threshold
+  )
+
+
+def entropy(
+  depth: int, *, threshold: float = 0.4, scale: float = 0.2
+) -> LengthPolicy:
+  """Builds the policy that stops where the draft's entropy is large.
+
+  A node gets children only while `1 - sqrt(scale * H) >= threshold`, a lower
+  bound of the chance of acceptance; `H` in nats, at temperature 1.
+
+  Args:
+    depth: `K`, drafted at most.
+    threshold: in [0, 1].
+    scale: above 0.
+
+  Raises:
+    ValueError: if a number is out of range.
+
+  Reference: Agrawal et al. 2024, "AdaEDL".
+  """
+  if not 0 <= threshold <= 1:
+    raise ValueError(f"threshold must be in [0, 1], got {threshold}")
+  if scale <= 0:
+    raise ValueError(f"scale must be above 0, got {scale}")
+
+  def extend(state, law):
+    H = -jnp.where(law > 0, law * jnp.log(jnp.maximum(law, 1e-30)), 0).sum(-1)
+    return 1 - jnp.sqrt(scale * jnp.maximum(H, 0)) >= threshold
+
+  return fixed(depth)._replace(extend=extend)
+
+
+def average(depth: int, *, start: int = 0) -> LengthPolicy:
+  """Builds the policy that follows a row's own success.
+
+  Two more after a step whose drafts were all accepted, one fewer after a
+  refusal, in [1, depth]; a step that proposed nothing changes nothing.
+
+  Args:
+    depth: `K`, drafted at most.
+    start: of a new row; 0 = `depth`.
+
+  Raises:
+    ValueError: if the start is out of range.
+
+  Reference: the transformers library's heuristic schedule.
+  """
+  if not 0 <= start <= depth:
+    raise ValueError(f"start must be in [0, {depth}], got {start}")
+  first = start or depth
+
+  def update(state, outcome: Outcome):
+    refused = (outcome.chance & ~outcome.accepted).any(-1)
+    reached = outcome.accepted.sum(-1) >= outcome.asked
+    grown = jnp.where(outcome.chance.any(-1) & reached, state + 2, state)
+    new = jnp.where(refused, state - 1, grown)
+    return jnp.clip(new, min(1, depth), depth).astype(jnp.int32)
+
+  return LengthPolicy(
+    init=lambda batch: jnp.full((batch,), first, jnp.int32),
+    max_depth=lambda state, running, costs: state,
+    update=update,
+  )
+
+
+@flax.struct.dataclass
+class CostState:
+  """What the cost-aware policy knows of each row; outlives its prompts.
+
+  Attributes:
+    hits: `[B, K]` float32, decayed count of acceptances at depth `i + 1`.
+    chances: `[B, K]` float32, decayed count of chances.
+    idle: `[B]` int32, steps since the row last drafted.
+    asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
+      was proposed.
+    num_probes: `[B]` int32, steps that drafted only to look again.
+    force: `[B]` int32, a depth to take whatever is known (to measure what it
+      costs); -1 = decide.
+  """
+
+  hits: Array
+  chances: Array
+  idle: Array
+  asked_at: Array
+  num_probes: Array
+  force: Array
+
+
+def cost(
+  depth: int,
+  *,
+  probe: int = 32,
+  margin: float = 0.02,
+  memory: float = 50.0,
+  prior: float = 0.7,
+) -> LengthPolicy:
+  """Builds the policy that drafts as deep as pays, down to not at all.
+
+  `costs[d]` are the seconds of a step that drafts `d` deep, measured on this
+  device. With `a_i` the row's running estimate of the chance that depth `i`
+  is accepted where depth `i - 1` was, a step emits `E(d) = 1 + a_1 + a_1 a_2 +
+  ...` tokens; the batch drafts at the depth with the largest sum of `E(d)`
+  over `costs[d]`. A batch that has not drafted for `probe` steps drafts once
+  to look again.
+
+  Args:
+    depth: `K`.
+    probe: steps without a draft after which one is tried.
+    margin: drafting must promise so much more than not drafting, as a
+      fraction.
+    memory: chances after which an estimate has forgotten all but 1/e.
+    prior: chance of acceptance before anything is known.
+
+  Raises:
+    ValueError: if a number is out of range.
+
+  Reference: Leviathan et al. 2023, theorem 3.8; Liu et al. 2024, "SmartSpec".
+  """
+  if probe < 1:
+    raise ValueError(f"probe must be at least 1, got {probe}")
+  if margin < 0:
+    raise ValueError(f"margin must be at least 0, got {margin}")
+  if memory <= 1:
+    raise ValueError(f"memory must be above 1, got {memory}")
+  if not 0 < prior < 1:
+    raise ValueError(f"prior must be in (0, 1), got {prior}")
+  keep, weight = 1 - 1 / memory, 2.0  # the prior counts as so many chances
+
+  def init(batch):
+    per_depth = jnp.zeros((batch, depth), jnp.float32)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return CostState(
+      hits=per_depth,
+      chances=per_depth,
+      idle=zeros,
+      asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
+      num_probes=zeros,
+      force=zeros - 1,
+    )
+
+  def max_depth(state, running, costs):
+    chance = (state.hits + weight * prior) / (state.chances + weight)
+    emitted = 1 + jnp.cumsum(jnp.cumprod(chance, -1), -1)
+    emitted = jnp.pad(emitted, ((0, 0), (1, 0)), constant_values=1.0)
+    rate = jnp.where(running[:, None], emitted, 0).sum(0) / costs
+    deepest = 1 + jnp.argmax(rate[1:])
+    pays = rate[deepest] > rate[0] * (1 + margin)
+    asked = jnp.where(pays | (state.idle >= probe), deepest, 0)
+    return jnp.where(state.force >= 0, state.force, asked).astype(jnp.int32)
+
+  def update(state, outcome: Outcome):
+    chance, running = outcome.chance, outcome.running
+    fade = jnp.where(chance, keep, 1.0)
+    drafted = chance.any(-1)
+    probed = drafted & (state.idle >= probe)
+    tried = jnp.where(drafted, outcome.asked, 0)[:, None]
+    at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
+    return dataclasses.replace(
+      state,
+      hits=state.hits * fade + outcome.accepted,
+      chances=state.chances * fade + chance,
+      idle=jnp.where(running, jnp.where(drafted, 0, state.idle + 1), 0),
+      asked_at=state.asked_at + at,
+      num_probes=state.num_probes + probed,
+    )
+
+  return LengthPolicy(init, max_depth, update, needs_costs=True)
+
+
+POLICIES = {
+  "fixed": fixed,
+  "confidence": confidence,
+  "entropy": entropy,
+  "average": average,
+  "cost": cost,
+}
+
+
+def check(policy: LengthPolicy, drafter: Drafter) -> None:
+  """Checks that a policy and a drafter go together.
+
+  Raises:
+    ValueError: if the policy wants to see a law and the drafter has none.
+  """
+  if policy.extend is not None and not drafter.asks_policy:
+    raise ValueError(
+      "this length policy looks at the draft's law, and this drafter has none "
+      "to show: it copies tokens"
+    )
+
+
+def options(name: str) -> dict[str, Any]:
+  """Returns a policy's options and their defaults.
+
+  Raises:
+    ValueError: if there is no such policy.
+  """
+  if name not in POLICIES:
+    raise ValueError(
+      f"unknown length policy {name!r}; there are {', '.join(POLICIES)}"
+    )
+  parameters = inspect.signature(POLICIES[name]).parameters.values()
+  return {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
+
+
+def build(name: str, depth: int, **settings) -> LengthPolicy:
+  """Builds a policy by name.
+
+  Args:
+    name: a key of `POLICIES`.
+    depth: the drafter's `K`.
+    **settings: the policy's options.
+
+  Raises:
+    ValueError: for an unknown policy or option, or an option out of range.
+  """
+  known = options(name)
+  unknown = sorted(set(settings) - set(known))
+  if unknown:
+    raise ValueError(
+      f"length policy {name!r} has no option {unknown[0]!r}; it has "
+      f"{', '.join(known) or 'none'}"
+    )
+  return POLICIES[name](depth, **settings)
+
+
+def report(
+  name: str, state: Any, costs: Sequence[float] | None
+) -> dict[str, Any] | None:
+  """Returns what a policy did, for people and results; None if it is fixed.
+
+  Args:
+    name: of the policy.
+    state: its state after a run.
+    costs: seconds of a step by depth, if it needed them.
+
+  Returns:
+    For "cost": steps by the depth drafted, probes, the chance of acceptance
+    by depth as last estimated, the costs, and in `alarm` one line if drafting
+    was off in most steps, saying why, else None.
+  """
+  if name != "cost" or costs is None:
+    return {"name": name} if name != "fixed" else None
+  taken = np.asarray(state.asked_at).sum(0)
+  hits, chances = (
+    np.asarray(state.hits).sum(0),
+    np.asarray(state.chances).sum(0),
+  )
+  rates = [
+    float(h / c) if c > 0 else None for h, c in zip(hits, chances, strict=True)
+  ]
+  alarm = None
+  if taken.sum() and taken[0] > taken.sum() / 2:
+    share = taken[0] / taken.sum()
+    first = "nothing was proposed"
+    if rates and rates[0] is not None:
+      first = (
+        f"the first draft token is accepted {100 * rates[0]:.0f} % of times"
+      )
+    alarm = (
+      f"no draft in {100 * share:.0f} % of steps: {first}, and a step with a "
+      f"draft costs {costs[1] / costs[0]:.2f} to {costs[-1] / costs[0]:.2f} of "
+      f"one without"
+    )
+  return {
+    "name": name,
+    "costs_s": list(costs),
+    "steps_at_depth": taken.tolist(),
+    "num_probes": int(np.asarray(state.num_probes).sum()),
+    "accept_cond": rates,
+    "alarm": alarm,
+  }

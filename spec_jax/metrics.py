@@ -8,7 +8,7 @@ had its chance (depth `i` was accepted and something was proposed below it);
 `accept_joint[i]` is the fraction of all steps that accepted depth `i + 1`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -85,6 +85,7 @@ class Timing:
     compile_s: tracing and compiling, or reading the compilation cache.
     prefill_s: reading prompts.
     decode_s: stepping.
+    measure_s: measuring what steps cost, for a policy that needs to know.
     first_token_s: from the start of a prompt's reading until its first token
       is on the host, one entry a completion.
     num_prompt_tokens: tokens read in `prefill_s`.
@@ -93,15 +94,23 @@ class Timing:
   compile_s: float = 0.0
   prefill_s: float = 0.0
   decode_s: float = 0.0
+  measure_s: float = 0.0
   first_token_s: tuple[float, ...] = ()
   num_prompt_tokens: int = 0
 
 
-def report(counts: Counts, timing: Timing) -> dict[str, Any]:
-  """Returns counts, rates and speeds of a run as one flat dict.
+def report(
+  counts: Counts, timing: Timing, policy: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """Returns counts, rates and speeds of a run as one dict.
 
   `decode_tokens_per_s` is all tokens over all decode time, not a mean of
   ratios.
+
+  Args:
+    counts: of all completions.
+    timing: of the engine.
+    policy: what the length policy says, see `length.report`.
   """
   first = timing.first_token_s
 
@@ -118,8 +127,10 @@ def report(counts: Counts, timing: Timing) -> dict[str, Any]:
     "compile_s": timing.compile_s,
     "prefill_s": timing.prefill_s,
     "decode_s": timing.decode_s,
+    "measure_s": timing.measure_s,
     "prefill_tokens_per_s": speed(timing.num_prompt_tokens, timing.prefill_s),
     "decode_tokens_per_s": speed(counts.emitted, timing.decode_s),
     "first_token_s": float(np.median(first)) if first else None,
     "first_token_s_p95": float(np.percentile(first, 95)) if first else None,
+    "policy": None if policy is None else dict(policy),
   }

@@ -16,9 +16,12 @@ from spec_jax import (
   sharding,
   step as steps,
 )
-from spec_jax.base import Model, PyTree
+from spec_jax.base import LengthPolicy, Model, PyTree
 from spec_jax.requests import make_request
 
+# Nodes the target's pass is compiled for besides all: the root alone, and as
+# many as a CPU reads at about the same price.
+_WIDTHS = (1, 8)
 # Prompt tokens read in one pass.
 _CHUNK_CPU, _CHUNK = 64, 512
 
@@ -30,6 +33,8 @@ class EngineConfig:
   Attributes:
     drafter: a file of `spec_jax/drafters`.
     options: the drafter's options, as sorted pairs.
+    policy: a length policy's name, see `length.POLICIES`.
+    policy_options: its options, as sorted pairs.
     batch_size: rows.
     slots: tokens a row may hold; see `slots_for`.
     chunk: prompt tokens read in one pass; 0 = 64 on CPU, 512 elsewhere.
@@ -44,6 +49,8 @@ class EngineConfig:
 
   drafter: str = "none"
   options: tuple[tuple[str, Any], ...] = ()
+  policy: str = "fixed"
+  policy_options: tuple[tuple[str, Any], ...] = ()
   batch_size: int = 1
   slots: int = 1024
   chunk: int = 0
@@ -70,8 +77,11 @@ class EngineConfig:
           raise ValueError(f"{name} must be at least {low}, got {value}")
     cpu = jax.default_backend() == "cpu"
     refill = self.refill_rows or (1 if cpu else max(1, self.batch_size // 2))
+    plain = self.drafter == "none"  # there is no depth to decide about
     return dataclasses.replace(
       self,
+      policy="fixed" if plain else self.policy,
+      policy_options=() if plain else self.policy_options,
       chunk=self.chunk or (_CHUNK_CPU if cpu else _CHUNK),
       refill_rows=min(refill, self.batch_size),
     )
@@ -96,10 +106,14 @@ class Program:
     return self.prepare(params, *args)(params, *args)
 
   def prepare(self, params, *args) -> Callable:
-    """Compiles for these shapes if they are new; runs nothing."""
+    """Compiles for these shapes and places if new; runs nothing."""
     leaves, structure = jax.tree.flatten((params, args))
-    kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    key = (structure, tuple(kinds))
+
+    def kind(x):
+      place = x.sharding if getattr(x, "committed", False) else None
+      return x.shape, x.dtype, getattr(x, "weak_type", False), place
+
+    key = (structure, tuple(map(kind, leaves)))
     if key not in self._compiled:
       start = time.perf_counter()
       self._compiled[key] = self._jitted.lower(params, *args).compile()
@@ -111,6 +125,7 @@ class Program:
 class Programs(NamedTuple):
   """The compiled functions of one static configuration."""
 
+  policy: LengthPolicy
   empty: Callable
   refill: Program
   resume: Program
@@ -118,10 +133,12 @@ class Programs(NamedTuple):
   trace: Program | None
   num_nodes: int
   depth: int
+  widths: tuple[int, ...]
 
   def compiled(self) -> tuple[float, int]:
     """Returns (seconds, number) of compiles so far."""
-    all_ = [p for p in self[1:5] if p is not None]
+    all_ = [self.refill, self.resume, self.decode]
+    all_ += [] if self.trace is None else [self.trace]
     return sum(p.compile_s for p in all_), sum(p.num_compiles for p in all_)
 
 
@@ -151,7 +168,9 @@ def build_programs(
   drafter = drafters.build(
     config.drafter, model, draft, slots=config.slots, **dict(config.options)
   )
-  policy = length.fixed(drafter.depth)
+  policy = length.build(
+    config.policy, drafter.depth, **dict(config.policy_options)
+  )
   B, S = config.batch_size, config.slots
   init, resume = rows_lib.make_init(
     model,
@@ -161,9 +180,12 @@ def build_programs(
     chunk=config.chunk,
     logprobs=config.logprobs is not None,
   )
-  pins: dict[str, Any] = sharding.pins(mesh, B)
+  # A step that may propose nothing should then cost what plain decoding does.
+  always = config.policy == "fixed" and drafter.asks_policy
+  more: dict[str, Any] = {"widths": () if always else _WIDTHS}
+  more |= sharding.pins(mesh, B)
   spec_step = steps.make_step(
-    model, drafter, policy, logprobs=config.logprobs, **pins
+    model, drafter, policy, logprobs=config.logprobs, **more
   )
 
   def decode(params, state, max_steps, until_done):
@@ -172,7 +194,8 @@ def build_programs(
   def resume_rows(params, state, prefix, request, rows):
     R = rows.shape[0]
     start = rows_lib.take_rows(prefix, jnp.zeros((R,), jnp.int32))
-    return rows_lib.put_rows(state, resume(params, start, request), rows)
+    new = rows_lib.put_rows(state, resume(params, start, request), rows)
+    return dataclasses.replace(new, policy=state.policy)
 
   request = jax.eval_shape(lambda: make_request([], config, model, B))
   shape = jax.eval_shape(init, _abstract_params(model, draft, config), request)
@@ -186,7 +209,11 @@ def build_programs(
     state = jax.tree.map(zeros, shape)
     ones = jnp.ones((B,), jnp.int32)
     return dataclasses.replace(
-      state, length=ones, prompt_length=ones, done=jnp.ones((B,), bool)
+      state,
+      length=ones,
+      prompt_length=ones,
+      done=jnp.ones((B,), bool),
+      policy=policy.init(B),
     )
 
   placed = None
@@ -221,12 +248,13 @@ def build_programs(
         policy,
         logprobs=config.logprobs,
         trace=True,
-        **pins,
+        **more,
       ),
       0,
       True,
     )
   return Programs(
+    policy=policy,
     empty=empty_jit,
     refill=program(rows_lib.make_refill(init), 2, False),
     resume=program(resume_rows, 3, False),
@@ -234,6 +262,7 @@ def build_programs(
     trace=traced,
     num_nodes=drafter.num_nodes,
     depth=drafter.depth,
+    widths=more["widths"],
   )
 
 
@@ -252,7 +281,7 @@ def params_shardings(
   mesh,
   replicate_draft: bool,
 ) -> dict[str, PyTree]:
-  """Returns shardings of `{"target", "draft", "stops"}`, as the engine has it.
+  """Returns shardings of the engine's whole `params`.
 
   Args:
     model: the target.
@@ -266,7 +295,9 @@ def params_shardings(
     out["draft"] = sharding.params_shardings(
       draft, mesh, replicate=replicate_draft
     )
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   if config.stop_strings:
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     out["stops"] = whole
+  if length.build(config.policy, 1).needs_costs:
+    out["costs"] = whole
   return out

@@ -209,6 +209,8 @@ def make_refill(init: Callable) -> Callable:
   """
 
   def refill(params, state, request, rows):
-    return put_rows(state, init(params, request), rows)
+    new = put_rows(state, init(params, request), rows)
+    # What a policy knows of a row outlives its prompts.
+    return dataclasses.replace(new, policy=state.policy)
 
   return refill

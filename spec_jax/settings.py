@@ -82,12 +82,12 @@ class Settings:
     }
     for name, (low, high) in ranges.items():
       value = getattr(self, name)
-      if not (math.isfinite(value) and low <= value <= high):
+      if not (_finite(value) and low <= value <= high):
         raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-    if not 0 < self.top_p <= 1:
+    if not 0 < np.float32(self.top_p) <= 1:
       raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
     penalty = self.repetition_penalty
-    if not (math.isfinite(penalty) and penalty > 0):
+    if not (_finite(penalty) and np.float32(penalty) > _TINY):
       raise ValueError(f"repetition_penalty must be above 0, got {penalty}")
     for name, low in (
       ("top_k", 0),
@@ -98,6 +98,8 @@ class Settings:
       value = getattr(self, name)
       if isinstance(value, bool) or value != int(value) or value < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value}")
+      if value >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {value}")
     if self.min_new_tokens > self.max_new_tokens:
       raise ValueError(
         f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
@@ -115,14 +117,30 @@ class Settings:
         raise ValueError(
           f"{name} holds id {wrong[0]}, the vocabulary has {vocab_size} ids"
         )
-    if any(math.isnan(b) or b == math.inf for _, b in self.logit_bias):
-      raise ValueError("logit_bias must be finite or -inf")
+    if any(not _finite(b) and b != -math.inf for _, b in self.logit_bias):
+      raise ValueError("logit_bias must be a float32 or -inf")
     banned = set(self.banned_tokens)
     banned |= {i for i, b in self.logit_bias if b == -math.inf}
     if len(banned) >= vocab_size:
       raise ValueError(f"all {vocab_size} tokens are banned")
+    if self.min_new_tokens and len(banned | set(self.stop_ids or ())) >= (
+      vocab_size
+    ):
+      raise ValueError(
+        f"all {vocab_size} tokens are banned, or stop ids before min_new_tokens"
+      )
     if any(not s for s in self.stop_strings):
       raise ValueError("a stop string must not be empty")
+
+
+# Smaller float32 numbers count as 0 on most devices.
+_TINY = np.finfo(np.float32).tiny
+
+
+def _finite(value: float) -> bool:
+  """Tells whether a number is finite as float32, which devices compute in."""
+  with np.errstate(over="ignore"):
+    return bool(np.isfinite(np.float32(value)))
 
 
 # The settings that are one array a row, and the value that turns each off.

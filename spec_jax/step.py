@@ -4,27 +4,32 @@ Plain decoding is the drafter `none` (a tree of the root alone), a chain is a
 tree of width one, and greedy decoding is a point-mass law.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from spec_jax import stops as stop_strings
+from spec_jax import length, stops as stop_strings
 from spec_jax.base import (
   LENGTH,
   RUNNING,
   STOP_ID,
   STOP_STRING,
   Array,
+  Block,
+  Cache,
   Context,
   Counts,
   Draft,
   Drafter,
   LengthPolicy,
   Model,
+  Outcome,
+  Output,
   SpecInfo,
   SpecState,
   Stops,
@@ -60,6 +65,7 @@ def make_step(
   verifier: Callable = verify,
   logprobs: str | None = None,
   trace: bool = False,
+  widths: Sequence[int] = (),
   pin_rows: Callable = lambda x: x,
   pin_law: Callable = lambda x: x,
 ) -> Callable:
@@ -73,6 +79,8 @@ def make_step(
     logprobs: None, "raw" (of the model's own logits) or "warped" (of the law
       the token was drawn from).
     trace: whether `SpecInfo` holds the draft, the verdict and the laws.
+    widths: numbers of nodes the target's pass is compiled for besides all
+      `N`; each step takes the smallest that holds what may be accepted.
     pin_rows: pins a pytree of arrays that lead with rows to the mesh.
     pin_law: pins a law `[B, V]` to the mesh.
 
@@ -82,6 +90,9 @@ def make_step(
   if logprobs not in (None, "raw", "warped"):
     raise ValueError(f"logprobs must be None, raw or warped, got {logprobs!r}")
   N, K = drafter.num_nodes, drafter.depth
+  sizes = tuple(sorted({min(max(1, n), N) for n in widths} | {N}))
+  extend = policy.extend
+  length.check(policy, drafter)
 
   def spec_step(params, state: SpecState, noise=None):
     if noise is None:
@@ -93,8 +104,10 @@ def make_step(
 
     # Draft.
     room = state.limit - state.length - 1  # the last token needs no draft
-    max_depth = jnp.minimum(policy.max_depth(state.policy), room)
-    max_depth = jnp.where(state.done, 0, jnp.maximum(max_depth, 0))
+    running = ~state.done
+    asked = policy.max_depth(state.policy, running, params.get("costs"))
+    max_depth = jnp.clip(jnp.minimum(asked, room), 0, K)
+    max_depth = jnp.where(running, max_depth, 0)
     context = Context(
       tokens=state.tokens,
       length=state.length,
@@ -102,6 +115,7 @@ def make_step(
       max_depth=max_depth,
       sampling=state.sampling,
       counts=counts,
+      extend=extend and functools.partial(extend, state.policy),
     )
     draft, carry = drafter.propose(params, noise, state.draft, context)
     within = (draft.depths > 0) & (draft.depths <= max_depth[:, None])
@@ -110,13 +124,8 @@ def make_step(
 
     # Score.
     positions = (state.length - 1)[:, None] + draft.depths
-    output = model.apply(
-      params["target"],
-      draft.tokens,
-      positions,
-      state.target,
-      empty_block(state.target, N),
-      draft.visible,
+    output = _score(
+      model, params["target"], state.target, draft, positions, sizes
     )
 
     # Accept, and resample.
@@ -129,12 +138,14 @@ def make_step(
       after = path_counts(counts, draft.tokens, seen)
       return warp(logits_at(nodes), state.sampling, after)
 
+    assert output.block is not None
     verdict = pin_rows(verifier(noise, law_at, draft, K))
 
     # Cut by stops and limits.
     kept, stops, reason = _cut(params, state, verdict)
     num = kept.num_tokens
     live = jnp.arange(K + 1)[None] < num[:, None]
+    outcome = _outcome(draft, verdict, kept, max_depth, running)
 
     # Commit.
     W = state.tokens.shape[1]
@@ -158,10 +169,10 @@ def make_step(
       if state.counts is None
       else add_counts(state.counts, kept.tokens, live),
       logprobs=new_logprobs,
-      tally=_count(state, draft, verdict, kept),
+      tally=_count(state.tally, draft, kept, outcome),
       target=commit(state.target, output.block, kept.path, num),
       draft=drafter.update(params, carry, draft, kept, output),
-      policy=policy.update(state.policy, draft, kept),
+      policy=policy.update(state.policy, outcome),
       keys=state.keys,
     )
     info = SpecInfo(
@@ -177,6 +188,58 @@ def make_step(
     return new, info
 
   return spec_step
+
+
+def _score(
+  model: Model,
+  params: Any,
+  cache: Cache,
+  draft: Draft,
+  positions: Array,
+  sizes: tuple[int, ...],
+) -> Output:
+  """Reads the tree up to the last node that may be accepted.
+
+  The rest of the output, of nodes that nobody will arrive at, is 0.
+  """
+  N = draft.tokens.shape[1]
+
+  def read(n, operands):
+    params, cache, tokens, positions, visible = operands
+    output = model.apply(
+      params,
+      tokens[:, :n],
+      positions[:, :n],
+      cache,
+      empty_block(cache, n),
+      visible[:, :n, :n],
+    )
+
+    def pad(x, axis):
+      around = [(0, 0)] * x.ndim
+      around[axis] = (0, N - n)
+      return jnp.pad(x, around)
+
+    block = output.block
+    assert block is not None
+    return Output(
+      logits=pad(output.logits, 1),
+      hidden=pad(output.hidden, 1),
+      block=Block(
+        k=tuple(pad(x, x.ndim - 3) for x in block.k),
+        v=tuple(pad(x, x.ndim - 3) for x in block.v),
+        positions=pad(block.positions, 1),
+      ),
+    )
+
+  operands = params, cache, draft.tokens, positions, draft.visible
+  if len(sizes) == 1:
+    return read(N, operands)
+  needed = 1 + jnp.where(draft.acceptable, jnp.arange(N)[None], 0).max()
+  index = (needed > jnp.array(sizes[:-1])).sum()
+  return lax.switch(
+    index, [functools.partial(read, n) for n in sizes], operands
+  )
 
 
 def _cut(
@@ -250,11 +313,10 @@ def _logprobs(logits_at, law_at, path, tokens, kind) -> Array:
   return lax.map(at, (path.T, tokens.T)).T
 
 
-def _count(
-  state: SpecState, draft: Draft, verdict: Verdict, kept: Verdict
-) -> Tally:
-  """Adds one step to the tally; what was cut off is not counted."""
-  tally = state.tally
+def _outcome(
+  draft: Draft, verdict: Verdict, kept: Verdict, asked: Array, running: Array
+) -> Outcome:
+  """Says which depths had their chance; what was cut off does not count."""
   K = verdict.path.shape[1] - 1
   live = jnp.arange(K)[None] < kept.num_tokens[:, None]
   parents = jnp.where(draft.acceptable, draft.parents, -1)
@@ -262,13 +324,24 @@ def _count(
   has_child = (parents[:, None, :] == nodes).any(-1)
   here, there = verdict.path[:, :-1], verdict.path[:, 1:]
   chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1) & (here >= 0)
-  running = ~state.done
+  return Outcome(
+    asked=asked,
+    running=running,
+    chance=chance & live,
+    accepted=(there >= 0) & live,
+  )
+
+
+def _count(
+  tally: Tally, draft: Draft, kept: Verdict, outcome: Outcome
+) -> Tally:
+  """Adds one step to the tally."""
   return Tally(
-    num_steps=tally.num_steps + running,
+    num_steps=tally.num_steps + outcome.running,
     num_drafted=tally.num_drafted + draft.acceptable.sum(1),
     num_accepted=tally.num_accepted + kept.num_accepted,
-    drafted_at=tally.drafted_at + (chance & live),
-    accepted_at=tally.accepted_at + ((there >= 0) & live),
+    drafted_at=tally.drafted_at + outcome.chance,
+    accepted_at=tally.accepted_at + outcome.accepted,
   )
 
 

@@ -1,4 +1,4 @@
-"""Enumerates the full product of models, drafters and settings.
+"""Enumerates the full product of models, drafters, policies and settings.
 
   python -m tests.exactness --out=experiments/results/exactness.jsonl
 
@@ -15,6 +15,7 @@ import time
 from absl import app, flags
 
 from experiments.results import environment
+from spec_jax import kernels
 from tests import laws_test
 
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
@@ -56,7 +57,13 @@ def main(_):
   lines = [{"environment": environment()}]
   worst = 0.0
   for model in laws_test.MODELS:
-    for drafter, (kind, options) in laws_test.DRAFTERS.items():
+    if model == "packed" and kernels.why_not() is not None:
+      continue
+    for drafter in [*laws_test.DRAFTERS, *laws_test.POLICIES]:
+      base, policy, policy_options = laws_test.POLICIES.get(
+        drafter, (drafter, "fixed", {})
+      )
+      kind, options = laws_test.DRAFTERS[base]
       batches = [(256, "ragged")]
       if drafter in ALONE and model == "table":
         batches.append((1, "one row"))
@@ -69,6 +76,8 @@ def main(_):
           "model": model,
           "drafter": kind,
           "options": options,
+          "policy": policy,
+          "policy_options": policy_options,
           "batch": batch,
           "tokens": laws_test.NEW,
           "total_variation": found,

@@ -11,7 +11,8 @@ def warp(logits, setting, prompt=(), output=()):
   Args:
     logits: `[V]`.
     setting: dict of temperature, top_k, top_p, min_p, repetition_penalty,
-      presence_penalty, frequency_penalty; a missing one is off.
+      presence_penalty, frequency_penalty, bias (`[V]`, -inf bans); a missing
+      one is off.
     prompt: token ids of the prompt.
     output: token ids of the output so far.
   """
@@ -24,6 +25,7 @@ def warp(logits, setting, prompt=(), output=()):
   for token in set(output):
     z[token] -= get("frequency_penalty", 0.0) * list(output).count(token)
     z[token] -= get("presence_penalty", 0.0)
+  z = z + np.asarray(get("bias", 0.0))
   temperature = get("temperature", 0.0)
   if temperature == 0:
     law = np.zeros(V)

@@ -1,7 +1,8 @@
 """Drafters, one file each, found by name.
 
 A file has `build(target, draft, *, slots, **options) -> Drafter`, whose
-keyword options are the drafter's settings.
+keyword options are the drafter's settings, and `TAKES_DRAFT = True` if it asks
+a draft model.
 """
 
 import importlib
@@ -33,6 +34,12 @@ def options(name: str) -> dict[str, Any]:
     for key, parameter in inspect.signature(module.build).parameters.items()
     if parameter.kind == parameter.KEYWORD_ONLY and key != "slots"
   }
+
+
+def takes_draft(name: str) -> bool:
+  """Tells whether a drafter asks a draft model: its file says so."""
+  module = importlib.import_module(f"{__name__}.{name}")
+  return getattr(module, "TAKES_DRAFT", False)
 
 
 def build(

@@ -45,6 +45,8 @@ from spec_jax.sampling import (
   scores,
 )
 
+TAKES_DRAFT = True
+
 # Tokens read at the start of a step: the root and one pending token.
 CATCH_UP = 2
 
@@ -146,6 +148,7 @@ def build(
   slots: int,
   num_draft: int = 4,
   tree: Sequence[int] | Tree | None = None,
+  parents: Sequence[int] | None = None,
   siblings: str = "iid",
   draft_temperature: float | None = None,
 ) -> Drafter:
@@ -157,6 +160,7 @@ def build(
     slots: `S`; the draft stops proposing where its own `max_length` ends.
     num_draft: `K` of a chain; ignored when `tree` is given.
     tree: children per node at each depth, e.g. `(3, 2, 1)`, or a `Tree`.
+    parents: any other tree, see `tree.from_parents`; not together with `tree`.
     siblings: how the children of a node are drawn: "iid",
       "without_replacement" or "top_k" (deterministic). Rows that sample
       greedily always take the draft's top tokens.
@@ -176,6 +180,10 @@ def build(
     raise ValueError(
       f"draft_temperature must be above 0, got {draft_temperature}"
     )
+  if parents is not None:
+    if tree is not None:
+      raise ValueError("give tree or parents, not both")
+    tree = trees.from_parents(parents)
   if tree is None:
     if num_draft < 1:
       raise ValueError(f"num_draft must be at least 1, got {num_draft}")
@@ -211,6 +219,7 @@ class _Vanilla:
       update=self.update,
       num_nodes=self.tree.num_nodes,
       depth=self.tree.depth,
+      asks_policy=True,
     )
 
   def read(self, params, tokens, positions, cache, block, visible, **kwargs):
@@ -261,8 +270,9 @@ class _Vanilla:
     tokens = jnp.zeros((B, N), jnp.int32).at[:, :1].set(root)
     block = empty_block(cache, self.plan.block_size)
     begin = jnp.minimum(own, length - CATCH_UP)
-    start = (tokens, probs, block)
-    tokens, probs, block = lax.cond(
+    allowed = jnp.broadcast_to((max_depth > 0)[:, None], (B, N))
+    start = (tokens, probs, block, allowed, jnp.int32(0))
+    tokens, probs, block, allowed, num_read = lax.cond(
       wanted.any(),
       lambda carry: self._grow(
         params, noise, cache, context, begin, max_depth.max(), carry
@@ -283,14 +293,18 @@ class _Vanilla:
       law=row_law,
       probs=probs,
       acceptable=(shape["depths"] <= max_depth[:, None])
-      & (shape["depths"] > 0),
+      & (shape["depths"] > 0)
+      & allowed,
     )
-    carry = (cache, block, begin, ready, wanted.any(), max_depth.max())
+    carry = (cache, block, begin, ready, wanted.any(), num_read)
     return draft, carry
 
   def _grow(self, params, noise, cache, context, begin, deepest, carry):
-    """Reads pending tokens and root, then level after level of the tree."""
-    tokens, probs, block = carry
+    """Reads pending tokens and root, then level after level of the tree.
+
+    Ends where no row wants more, by its depth or by the policy's word.
+    """
+    tokens, probs, block, allowed, _ = carry
     B = begin.shape[0]
     plan, C = self.plan, CATCH_UP
     size = plan.block_size
@@ -311,17 +325,16 @@ class _Vanilla:
       visible,
       logits_at=jnp.full((B, 1), C - 1, jnp.int32),
     )
-    tokens, probs = self._draw_children(
+    tokens, probs, allowed = self._draw_children(
       out.logits,
       np.zeros(1, np.int32),
       plan.children[0, :1],
       noise,
       context,
-      tokens,
-      probs,
+      (tokens, probs, allowed),
     )
     if self.tree.depth == 1:
-      return tokens, probs, out.block
+      return tokens, probs, out.block, allowed, jnp.int32(1)
 
     read = jnp.asarray(plan.read)
     children = jnp.asarray(plan.children)
@@ -334,8 +347,10 @@ class _Vanilla:
     sees[:, :C] = True
     shown = jnp.ones((B, size), bool).at[:, :C].set(pending)
 
+    depths = jnp.asarray(self.tree.depths)[None]
+
     def level(carry):
-      d, tokens, probs, block = carry
+      d, tokens, probs, block, allowed = carry
       nodes = lax.dynamic_index_in_dim(read, d, 0, False)
       safe = jnp.maximum(nodes, 0)
       W = nodes.shape[0]
@@ -348,27 +363,30 @@ class _Vanilla:
         jnp.asarray(sees)[safe][None] & shown[:, None],
         start=starts[d],
       )
-      tokens, probs = self._draw_children(
-        out.logits, nodes, children[d], noise, context, tokens, probs
+      tokens, probs, allowed = self._draw_children(
+        out.logits, nodes, children[d], noise, context, (tokens, probs, allowed)
       )
-      return d + 1, tokens, probs, out.block
+      return d + 1, tokens, probs, out.block, allowed
 
-    _, tokens, probs, block = lax.while_loop(
-      lambda carry: carry[0] < deepest,
-      level,
-      (jnp.int32(1), tokens, probs, out.block),
+    def goes_on(carry):
+      d, allowed = carry[0], carry[-1]
+      return (d < deepest) & (allowed & (depths == d)).any()
+
+    num_read, tokens, probs, block, allowed = lax.while_loop(
+      goes_on, level, (jnp.int32(1), tokens, probs, out.block, allowed)
     )
-    return tokens, probs, block
+    return tokens, probs, block, allowed, num_read
 
   def _draw_children(
-    self, logits_BWV, nodes_W, children_WR, noise, context, tokens, probs
+    self, logits_BWV, nodes_W, children_WR, noise, context, drawn
   ):
     """Draws the children of `W` nodes from the draft's law after each.
 
     Returns:
-      (tokens `[B, N]`, probs `[B, N, V]` or None), written at the children
-      and at the nodes.
+      (tokens `[B, N]`, probs `[B, N, V]` or None, allowed `[B, N]` bool),
+      written at the children, at the nodes and at the children.
     """
+    tokens, probs, allowed = drawn
     B, W, _ = logits_BWV.shape
     N, V = self.tree.num_nodes, self.vocab_size
     nodes_W, children_WR = jnp.asarray(nodes_W), jnp.asarray(children_WR)
@@ -382,6 +400,9 @@ class _Vanilla:
     counts = path_counts(counts, per_node(tokens), jnp.tile(seen, (B, 1)))
     logits = _fit_vocabulary(logits_BWV, V).reshape(B * W, V)
     rest = scores(logits, sampling, counts)
+    if context.extend is not None:
+      sure = context.extend(jax.nn.softmax(rest, -1).reshape(B, W, V))
+      sure = sure & allowed[:, jnp.maximum(nodes_W, 0)]
     greedy_only = sampling.temperature is None
     point_only = greedy_only or self.siblings == DETERMINISTIC
     if not point_only:
@@ -405,7 +426,9 @@ class _Vanilla:
         token = jnp.where(greedy, best, token)
       where = jnp.where(child_W >= 0, child_W, N)
       tokens = tokens.at[:, where].set(token.reshape(B, W), mode="drop")
-    return tokens, probs
+      if context.extend is not None:
+        allowed = allowed.at[:, where].set(sure, mode="drop")
+    return tokens, probs, allowed
 
   def _own_temperature(self, sampling: Sampling) -> Sampling:
     row = sampling.temperature
@@ -418,7 +441,7 @@ class _Vanilla:
   def update(self, params, carry, draft, verdict, output):
     """Commits pending tokens, root and the accepted nodes that were read."""
     del params, output
-    cache, block, begin, ready, grown, deepest = carry
+    cache, block, begin, ready, grown, num_read = carry
     C, K = CATCH_UP, self.tree.depth
     own = cache.length
     running = verdict.num_tokens > 0
@@ -434,7 +457,7 @@ class _Vanilla:
     )
     where = jnp.asarray(self.plan.block_index)[jnp.maximum(node, 0)]
     depth = jnp.asarray(self.tree.depths)[jnp.maximum(node, 0)]
-    was_read = (node > 0) & (where >= 0) & (depth < deepest)
+    was_read = (node > 0) & (where >= 0) & (depth < num_read)
     was_read = was_read & (j >= lead[:, None]) & (j - lead[:, None] < K)
     num = lead + jnp.where(ready, was_read.sum(1), 0)
     path = jnp.where(j < lead[:, None], j + skipped[:, None], where)

@@ -6,6 +6,7 @@ from spec_jax.kernels.rows import rotate, row_sums
 from spec_jax.kernels.skinny_matmul import (
   WEIGHTS,
   Packed,
+  is_packed,
   make_packer,
   matmul,
   matmuls,
@@ -22,6 +23,7 @@ __all__ = [
   "Packed",
   "attend",
   "choose",
+  "is_packed",
   "make_packer",
   "matmul",
   "matmuls",

@@ -311,12 +311,19 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
                ffi::Buffer<ffi::S32> first, ffi::ResultBuffer<ffi::F32> out,
                float scale) {
   const auto q = query.dimensions(), k = cache_k.dimensions(),
-             n = block_k.dimensions();
+             n = block_k.dimensions(), see = visible.dimensions(),
+             from = first.dimensions();
   if (q.size() != 4 || k.size() != 4 || n.size() != 4 || k[0] != q[0] ||
       n[0] != q[0] || n[2] != k[1] || k[3] != q[3] || n[3] != q[3] ||
-      k[1] == 0 || q[2] % k[1] != 0 || k[2] == 0) {
+      k[1] == 0 || q[2] % k[1] != 0 || k[2] == 0 || see.size() != 3 ||
+      see[0] != q[0] || see[1] != q[1] || see[2] != n[1] || from.size() != 2 ||
+      from[0] != q[0] || from[1] != q[1] ||
+      length.element_count() != static_cast<size_t>(q[0]) ||
+      cache_v.element_count() != cache_k.element_count() ||
+      block_v.element_count() != block_k.element_count() ||
+      out->element_count() != query.element_count()) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "shapes of query, cache and block do not fit");
+                      "shapes of query, cache, block and masks do not fit");
   }
   auto job = std::make_shared<Job>();
   job->query = query.typed_data();

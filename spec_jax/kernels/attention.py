@@ -44,6 +44,10 @@ def attend(
   """
   build.require()
   B, T, H, E = query_BTHE.shape
+  # The kernel reads whole arrays; masks may come with axes of 1.
+  visible_BTN = jnp.broadcast_to(visible_BTN, (B, T, block_k.shape[1]))
+  length_B = jnp.broadcast_to(length_B, (B,))
+  first_BT = jnp.broadcast_to(first_BT, (B, T))
   out = jax.ShapeDtypeStruct((B, T, H, E), jnp.float32)
   y = jax.ffi.ffi_call(build.ATTENTION, out)(
     query_BTHE,

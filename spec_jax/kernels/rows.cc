@@ -17,7 +17,8 @@ using spec_jax::Vec;
 // Argument x [rows, size]; result [rows].
 ffi::Error RowSums(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
   const auto shape = x.dimensions();
-  if (shape.size() != 2) {
+  if (shape.size() != 2 ||
+      y->element_count() != static_cast<size_t>(shape[0])) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "x must be [rows, n]");
   }
   const int64_t size = shape[1];
@@ -41,7 +42,8 @@ ffi::Error Rotate(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cosine,
   const auto angles = cosine.dimensions();
   if (shape.size() != 3 || angles.size() != 2 || shape[0] != angles[0] ||
       shape[2] != 2 * angles[1] ||
-      cosine.element_count() != sine.element_count()) {
+      cosine.element_count() != sine.element_count() ||
+      x.element_count() != y->element_count()) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
                       "shapes of x and the angles do not fit");
   }

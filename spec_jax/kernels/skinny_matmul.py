@@ -21,6 +21,7 @@ from spec_jax.kernels import build
 __all__ = [
   "WEIGHTS",
   "Packed",
+  "is_packed",
   "make_packer",
   "matmul",
   "matmuls",
@@ -108,6 +109,12 @@ def pack(
   # On CPU the array is this memory, which nobody else holds.
   array = jax.device_put(panels, may_alias=True)
   return Packed(array.block_until_ready(), N)
+
+
+def is_packed(params: PyTree) -> bool:
+  """Tells whether any weight of a pytree is packed."""
+  leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))
+  return any(isinstance(x, Packed) for x in leaves)
 
 
 def unpack(weight: Packed) -> Array:

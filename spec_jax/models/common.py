@@ -120,7 +120,7 @@ def _trailing(weight: Array, ndim: int) -> Array:
 
 def is_packed(weights: Mapping[str, Any]) -> bool:
   """Tells whether a layer's matrices are packed for the CPU kernels."""
-  return any(isinstance(w, kernels.Packed) for w in weights.values())
+  return kernels.is_packed(weights)
 
 
 def _mean(x: Array, packed: bool) -> Array:

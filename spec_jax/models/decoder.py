@@ -95,6 +95,10 @@ def stack_layers(params: PyTree) -> PyTree:
   return {**params, "layers": layers}
 
 
+# Of matrix products, unless asked for otherwise.
+PRECISION = "highest"
+
+
 def build(
   config: DecoderConfig,
   *,
@@ -103,7 +107,7 @@ def build(
   scan_layers: bool = False,
   remat: bool = False,
   taps: Sequence[int] = (),
-  precision: str | None = "highest",
+  precision: str | None = PRECISION,
 ) -> Model:
   """Builds a model from its architecture.
 

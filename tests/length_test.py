@@ -1,0 +1,241 @@
+"""Tests of the length policies; that the law stays is laws_test.py's."""
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import length
+from spec_jax.base import Outcome
+from spec_jax.engine import Engine
+from spec_jax.generate import Settings
+from spec_jax.programs import EngineConfig
+from spec_jax.requests import Job
+
+
+def outcome(asked, chance, accepted, running=None):
+  """Returns an outcome of rows given as lists."""
+  rows = len(asked)
+  return Outcome(
+    asked=jnp.asarray(asked, jnp.int32),
+    running=jnp.ones((rows,), bool) if running is None else running,
+    chance=jnp.asarray(chance, bool),
+    accepted=jnp.asarray(accepted, bool),
+  )
+
+
+def depths(policy, state, costs=None, running=None):
+  """Returns the depth of each row."""
+  rows = jax.tree.leaves(state)[0].shape[0]
+  running = jnp.ones((rows,), bool) if running is None else running
+  costs = None if costs is None else jnp.asarray(costs, jnp.float32)
+  return policy.max_depth(state, running, costs).tolist()
+
+
+def test_fixed_asks_for_its_depth():
+  policy = length.fixed(3)
+  assert depths(policy, policy.init(2)) == [3, 3]
+
+
+def test_confidence_looks_at_the_largest_probability():
+  policy = length.confidence(4, threshold=0.5)
+  law = jnp.array([[[0.5, 0.25, 0.25], [0.4, 0.3, 0.3]]])
+  assert policy.extend(policy.init(1), law).tolist() == [[True, False]]
+
+
+def test_entropy_is_in_nats():
+  """Two equal tokens: ln 2 = .693, 1 - sqrt(.2 x .693) = .628."""
+  law = jnp.array([[[0.5, 0.5, 0.0, 0.0]]])
+  for threshold, goes_on in ((0.62, True), (0.64, False)):
+    policy = length.entropy(4, threshold=threshold)
+    assert policy.extend(policy.init(1), law).tolist() == [[goes_on]]
+
+
+def test_average_grows_by_two_and_falls_by_one():
+  policy = length.average(5, start=2)
+  state = policy.init(1)
+  none, all_ = [[False] * 5], [[True, True, False, False, False]]
+  state = policy.update(state, outcome([2], all_, all_))
+  assert depths(policy, state) == [4]
+  one = [[True, False, False, False, False]]
+  state = policy.update(state, outcome([4], one, none))
+  assert depths(policy, state) == [3]
+  state = policy.update(state, outcome([3], none, none))
+  assert depths(policy, state) == [3]
+
+
+FLAT = [1.0, 1.0, 1.0, 1.0, 1.0]
+STEEP = [1.0, 3.0, 5.0, 7.0, 9.0]
+
+
+def test_cost_drafts_where_it_pays():
+  """All is accepted: deep when flat, never when each token costs two."""
+  policy = length.cost(4, prior=0.9)
+  state = policy.init(2)
+  assert depths(policy, state, FLAT) == [4, 4]
+  assert depths(policy, state, STEEP) == [0, 0]
+
+
+def test_cost_takes_the_depth_of_the_largest_rate():
+  """Accepted half of the time: E = 1, 1.5, 1.75, 1.875, 1.9375."""
+  policy = length.cost(4, prior=0.5)
+  costs = [1.0, 1.2, 1.3, 1.45, 1.6]
+  rates = np.array([1, 1.5, 1.75, 1.875, 1.9375]) / costs
+  assert depths(policy, policy.init(1), costs) == [int(rates.argmax())] == [2]
+
+
+def test_cost_learns_from_refusals_and_looks_again():
+  policy = length.cost(2, probe=5, memory=10.0)
+  costs = [1.0, 1.2, 1.3]
+  state = policy.init(1)
+  asked = []
+  for _ in range(40):
+    depth = depths(policy, state, costs)
+    asked += depth
+    chance = [[depth[0] > 0, False]]
+    state = policy.update(state, outcome(depth, chance, [[False, False]]))
+  assert asked[0] == 2  # tries first
+  first_off = asked.index(0)
+  assert first_off < 15
+  probes = [i for i in range(first_off, 40) if asked[i]]
+  assert np.diff(probes).tolist() == [6] * (len(probes) - 1) and len(probes) > 2
+  said = length.report("cost", state, costs)
+  assert said["num_probes"] == len(probes)
+  assert sum(said["steps_at_depth"]) == 40
+  assert "accepted 0 % of times" in said["alarm"]
+  assert "1.20 to 1.30" in said["alarm"]
+
+
+def test_cost_waits_for_a_row_that_has_nothing_to_propose():
+  """Asking costs nothing then; the other row is left alone."""
+  policy = length.cost(2, probe=3)
+  state = policy.init(2)
+  never = jnp.array([[0.0, 0.0]] * 2)
+  state = state.replace(hits=never, chances=never + 50)
+  for _ in range(6):
+    asked = depths(policy, state, [1.0, 1.2, 1.3])
+    chance = [[False, False], [asked[1] > 0, False]]
+    state = policy.update(state, outcome(asked, chance, [[False] * 2] * 2))
+  assert depths(policy, state, [1.0, 1.2, 1.3])[0] > 0
+  assert int(state.num_probes[1]) == 1
+
+
+def test_done_rows_have_no_say():
+  policy = length.cost(2)
+  state = policy.init(2)
+  good = jnp.array([[50.0, 50.0], [0.0, 0.0]])
+  state = state.replace(hits=good, chances=good * 0 + 50)
+  costs = [1.0, 1.5, 1.9]
+  only = lambda row: jnp.arange(2) == row
+  assert depths(policy, state, costs, only(0)) == [2, 2]
+  assert depths(policy, state, costs, only(1)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+  "name,options,message",
+  [
+    ("other", {}, "unknown length policy 'other'; there are fixed, confidence"),
+    ("cost", {"probes": 1}, "'cost' has no option 'probes'; it has probe"),
+    ("cost", {"probe": 0}, "probe must be at least 1"),
+    ("cost", {"margin": -1.0}, "margin must be at least 0"),
+    ("cost", {"memory": 1.0}, "memory must be above 1"),
+    ("cost", {"prior": 1.0}, "prior must be in"),
+    ("confidence", {"threshold": 1.1}, "threshold must be in"),
+    ("entropy", {"threshold": -0.1}, "threshold must be in"),
+    ("entropy", {"scale": 0.0}, "scale must be above 0"),
+    ("average", {"start": 5}, "start must be in"),
+  ],
+)
+def test_what_is_out_of_range_is_named(name, options, message):
+  with pytest.raises(ValueError, match=message):
+    length.build(name, 4, **options)
+
+
+# --- in an engine -----------------------------------------------------------
+
+
+def engine(policy, costs=None, drafter="vanilla", batch=2, **options):
+  model, params = fakes.tiny()
+  draft = fakes.tiny(seed=1) if drafter == "vanilla" else (None, None)
+  config = EngineConfig(
+    drafter=drafter,
+    policy=policy,
+    policy_options=tuple(sorted(options.items())),
+    batch_size=batch,
+    slots=48,
+  )
+  return Engine(
+    model,
+    params,
+    config,
+    draft=draft[0],
+    draft_params=draft[1],
+    costs=costs,
+  )
+
+
+JOBS = [
+  Job(ids, Settings(max_new_tokens=24), (0, i))
+  for i, ids in enumerate(([1, 2, 3], [4], [5, 6], [1, 2, 1, 2, 1]))
+]
+
+
+def texts(machine):
+  return {x.job: x.ids for x in machine.run(JOBS)}
+
+
+@pytest.mark.parametrize("policy", list(length.POLICIES))
+def test_greedy_text_is_plain_text(policy):
+  costs = [1.0, 1.1, 1.2, 1.3, 1.4] if policy == "cost" else None
+  assert texts(engine(policy, costs)) == texts(engine("fixed", drafter="none"))
+
+
+def test_steps_that_do_not_pay_are_plain_steps():
+  """Costs that forbid drafting: one token a step, but for the probes."""
+  machine = engine("cost", [1.0, 50.0, 50.0, 50.0, 50.0], probe=1000)
+  found = list(machine.run(JOBS))
+  assert all(x.counts.drafted == 0 for x in found)
+  assert all(x.counts.steps == len(x.ids) for x in found)
+  said = machine.policy_report()
+  assert said["steps_at_depth"][0] == sum(x.counts.steps for x in found)
+  assert "nothing was proposed" in said["alarm"]
+
+
+def test_what_a_policy_knows_outlives_prompts_and_runs():
+  machine = engine("cost", [1.0, 1.1, 1.2, 1.3, 1.4], batch=1)
+  list(machine.run(JOBS[:1]))
+  before = machine.policy_report()["steps_at_depth"]
+  list(machine.run(JOBS))
+  after = machine.policy_report()["steps_at_depth"]
+  assert sum(after) > sum(before) > 0
+
+
+def test_costs_are_measured_and_can_be_given_again():
+  machine = engine("cost")
+  first = texts(machine)
+  costs = machine.costs
+  assert len(costs) == 5 and min(costs) > 0
+  assert costs == sorted(costs)
+  assert machine.timing.measure_s > 0
+  again = engine("cost", costs)
+  assert texts(again) == first and again.costs == costs
+  assert again.timing.measure_s == 0
+
+
+def test_costs_that_do_not_fit_are_refused():
+  with pytest.raises(ValueError, match="5 costs above 0 are needed"):
+    engine("cost", [1.0, 2.0])
+  with pytest.raises(ValueError, match="'fixed' takes no costs"):
+    engine("fixed", [1.0] * 5)
+
+
+def test_a_drafter_without_a_law_is_refused_where_one_is_needed():
+  with pytest.raises(ValueError, match="it copies tokens"):
+    engine("confidence", drafter="prompt_lookup")
+
+
+def test_a_policy_on_plain_decoding_changes_nothing():
+  machine = engine("cost", drafter="none")
+  assert texts(machine) == texts(engine("fixed", drafter="none"))
+  assert machine.costs is None
