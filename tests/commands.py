@@ -1,12 +1,32 @@
-"""Runs `experiments.generate` in this process: a start costs seconds."""
+"""Runs `experiments.generate` in this process: a start costs seconds.
 
+A test file imports the fixtures it needs (`model as model`: meant, though
+the name is not read), and `built_once`, which then holds for all its tests.
+"""
+
+import functools
 import importlib
+import json
 import sys
 from typing import NamedTuple
 
 from absl import flags
+import pytest
+from tiny_model import tiny_model
 
 from experiments import generate, launch, prompts
+from spec_jax import weights
+from spec_jax.models import decoder
+
+# One program for most tests of the command: it is compiled once.
+SMALL = (
+  "--config.sampling.max_new_tokens=12",
+  "--config.engine.slots=256",
+  "--config.drafter.num_draft=3",
+)
+VANILLA = "--config.drafter.name=vanilla"
+
+_build = functools.cache(decoder.build)
 
 
 class Ran(NamedTuple):
@@ -38,3 +58,63 @@ def run_generate(monkeypatch, capsys, *words: str) -> Ran:
     code = end.code
   shown = capsys.readouterr()
   return Ran(code, shown.out, shown.err)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  """A model folder that the command loads by path."""
+  return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def unread(monkeypatch):
+  """Makes reading any weight a failure of the test."""
+
+  def fill(*args):
+    raise AssertionError("weights were read")
+
+  monkeypatch.setattr(weights, "_fill", fill)
+
+
+@pytest.fixture(autouse=True)
+def built_once(monkeypatch):
+  """Gives the same functions for the same architecture: programs are kept."""
+  monkeypatch.setattr(decoder, "build", _build)
+
+
+@pytest.fixture
+def command(model, monkeypatch, capsys):
+  """Runs the command on the tiny model."""
+
+  def run(*words):
+    return run_generate(monkeypatch, capsys, *words, f"--config.model={model}")
+
+  return run
+
+
+def read_lines(path):
+  """Returns the JSON of each line of a file."""
+  return [json.loads(x) for x in path.read_text("utf-8").splitlines()]
+
+
+def without_times(record):
+  """Returns what must be the same in two runs: all but times."""
+  samples = [
+    {k: v for k, v in s.items() if k != "first_token_s"}
+    for s in record["samples"]
+  ]
+  return record | {"samples": samples}
+
+
+def cells(out, label):
+  """Returns the words of the table's row of that label."""
+  (row,) = [x for x in out.splitlines() if x.startswith(label + "  ")]
+  return row[len(label) :].split()
+
+
+def prompt_file(folder, count=7):
+  """Writes a file of prompts and returns its flag."""
+  file = folder / "prompts.jsonl"
+  texts = [f"prompt {i} " + "xy " * (i % 9) for i in range(count)]
+  file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+  return f"--prompts={file}"

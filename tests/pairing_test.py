@@ -1,0 +1,73 @@
+"""Tests of which models may draft for a target, in `generate` and alone."""
+
+from generating import SAMPLED, changed, generate_small, loaded as loaded
+import jax
+import pytest
+from tiny_tokenizer import byte_level_tokenizer
+
+from spec_jax.generate import generate
+from spec_jax.pairing import check_same_vocabulary, resolve_draft
+from spec_jax.settings import Settings
+
+
+def test_the_target_as_its_own_draft_is_always_right(loaded):
+  """Every drafted token is kept, greedy and sampled."""
+  for settings in (Settings(), SAMPLED):
+    settings = changed(settings, stop_ids=(), max_new_tokens=11)
+    out = generate_small(
+      loaded,
+      ["abc", "xy"],
+      settings=settings,
+      drafter="vanilla",
+      draft="target",
+      options={"num_draft": 4},
+      seed=0,
+    )
+    assert out.report["acceptance_rate"] == 1.0
+    # 5 + 5 + 1 tokens, the last step with nothing left to draft for.
+    assert out.report["steps"] == 6 and out.report["emitted"] == 22
+    assert out.report["accept_cond"] == [1.0] * 4
+
+
+class _Words:
+  """A tokenizer that is its vocabulary."""
+
+  def __init__(self, tokens):
+    self._tokens = tokens
+
+  def get_vocab(self):
+    return {token: i for i, token in self._tokens.items()}
+
+
+def test_the_first_id_that_means_two_things_is_named():
+  """Longer or shorter is allowed; another token under one id is not."""
+  ours = {0: "a", 1: "b", 2: "c", 3: "d"}
+  check_same_vocabulary(_Words(ours), _Words(ours))
+  check_same_vocabulary(_Words(ours), _Words({**ours, 4: "e"}))
+  check_same_vocabulary(_Words({**ours, 4: "e"}), _Words(ours))
+  for other, message in (
+    ({0: "a", 1: "x", 2: "c", 3: "y"}, "first at id 1: 'b' and 'x'"),
+    ({0: "a", 1: "c", 2: "b", 3: "d"}, "first at id 1: 'b' and 'c'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      check_same_vocabulary(_Words(ours), _Words(other))
+
+
+def test_a_draft_with_other_words_is_refused(loaded):
+  """Before any forward pass, by the first id."""
+  words = byte_level_tokenizer(bos=None)
+  words.add_tokens(["extra"])
+  longer = loaded._replace(tokenizer=words)
+  assert resolve_draft(loaded, longer)[0] is loaded.model
+  other = loaded._replace(tokenizer=_Words({0: "?"}))
+  with pytest.raises(ValueError, match="differ first at id 0: '!' and '\\?'"):
+    generate(loaded, "a", drafter="vanilla", draft=other, seed=0)
+
+
+def test_parameters_are_not_copied_for_short_drafts(loaded):
+  """The target's first layer drafts: its arrays are the target's own."""
+  model, params = resolve_draft(loaded, 1)
+  assert model.config.num_layers == 1
+  ours = {id(x) for x in jax.tree.leaves(loaded.params)}
+  assert all(id(x) in ours for x in jax.tree.leaves(params))
+  assert resolve_draft(loaded, 1)[0] is model  # so nothing compiles
