@@ -36,7 +36,8 @@ def get_config() -> ConfigDict:
   config.drafter = ConfigDict()
   # none, prompt_lookup or vanilla.
   config.drafter.name = "prompt_lookup"
-  # Of vanilla: a model's name, "target", or a number of the target's layers.
+  # Of vanilla: a model's name, "target", a number of the target's first
+  # layers, or layers like "0-5,24-29".
   config.drafter.draft = ""
   # Options of the drafters; None = the drafter's own default.
   config.drafter.num_draft = config_dict.placeholder(int)

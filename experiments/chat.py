@@ -38,7 +38,10 @@ def converse(
   slots = config.engine.slots or min(_SLOTS, target.model.config.max_length)
   history = _opening(config)
   state, engine, turn = None, None, 0
-  print(f"{config.model}, drafter {config.drafter.name}. {_HELP}.")
+  print(
+    f"{config.model}, drafter {config.drafter.name}. {_HELP}. The first answer "
+    f"waits for a compile."
+  )
   while True:
     try:
       line = input("\nyou> ").strip()

@@ -198,7 +198,7 @@ def _decode(runner: Runner, texts, out, streaming: bool) -> list[dict]:
   bar = None
   if not streaming:
     bar = tqdm(total=prompts, initial=len(done), unit="prompt", disable=None)
-  size = 1 if streaming else 4 * runner.rows
+  size = 1 if streaming else 2 * runner.rows
   try:
     for numbers in _groups(runner.work, set(done), size):
       traces: dict[tuple[int, int], list] | None = None
@@ -229,6 +229,8 @@ def _decode(runner: Runner, texts, out, streaming: bool) -> list[dict]:
         )
         if printer is not None and main:
           printer.end()
+          if len(runner.engines) > 1:
+            show.note("decoding it plainly too, to compare")
       for prompt in sorted({runner.work.origin[n][0] for n in numbers}):
         mine = {
           name: [c for c in completions if c.prompt == prompt]
@@ -245,6 +247,8 @@ def _decode(runner: Runner, texts, out, streaming: bool) -> list[dict]:
           show.print_trace(record)
       if bar is not None:
         bar.update(len({runner.work.origin[n][0] for n in numbers}))
+        if bar.disable:  # not a terminal: a line now and then
+          show.progress(len(done), prompts)
   finally:
     if bar is not None:
       bar.close()
@@ -373,6 +377,7 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
     "dtype": str(jax.tree.leaves(runner.target.params)[0].dtype),
     "seed": runner.work.seed,
     "lossy": False,
+    "weights_rounded": config.execution.weights != "float32",
     "num_prompts": num_prompts,
     "weights_sha256": hub.weights_hash(runner.target),
     "draft_weights_sha256": draft_hash,

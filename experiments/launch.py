@@ -150,6 +150,8 @@ def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
   for key in ("tree", "parents"):
     if key in chosen:
       chosen[key] = tuple(chosen[key])
+      if not all(type(i) is int for i in chosen[key]):
+        raise UserError(f"{key} holds integers, got {chosen[key]}")
   return chosen
 
 
@@ -190,7 +192,7 @@ def mesh_of(text: str):
   if not text:
     return None
   parts = text.lower().split("x")
-  if len(parts) != 2 or not all(p.isdigit() for p in parts):
+  if len(parts) != 2 or not all(p.isascii() and p.isdigit() for p in parts):
     raise UserError(f"mesh must look like 2x4 (rows x model), got {text!r}")
   with user_errors():
     return sharding.make_mesh(int(parts[0]), int(parts[1]))
@@ -222,13 +224,17 @@ def inspect(name: str, config: ConfigDict) -> hub.Inspected:
 
 def inspect_draft(
   config: ConfigDict, target: hub.Inspected
-) -> hub.Inspected | str | int | None:
+) -> hub.Inspected | str | int | tuple[int, ...] | None:
   """Returns the draft that a configuration names, not yet read.
 
   Raises:
     UserError: if it is missing, superfluous, or its vocabulary differs.
   """
-  from spec_jax.pairing import check_same_vocabulary
+  from spec_jax.pairing import (
+    check_same_vocabulary,
+    choose_layers,
+    parse_draft,
+  )
 
   name, draft = config.drafter.name, str(config.drafter.draft)
   if not drafters.takes_draft(name):
@@ -238,17 +244,22 @@ def inspect_draft(
   if not draft:
     raise UserError(
       f"drafter {name!r} needs --config.drafter.draft: a model's name, "
-      "'target', or a number of the target's layers"
+      "'target', a number of the target's layers, or layers like 0-5,24-29"
     )
-  if draft == "target":
-    return draft
-  if draft.isdigit():
-    layers = target.loaded.model.config.num_layers
-    if not 1 <= int(draft) <= layers:
-      raise UserError(
-        f"the draft's layers must be in [1, {layers}], got {draft}"
-      )
-    return int(draft)
+  parsed = parse_draft(draft)
+  if parsed == "target":
+    return parsed
+  if not isinstance(parsed, str):
+    config_ = target.loaded.model.config
+    layers = range(parsed) if isinstance(parsed, int) else parsed
+    with user_errors():
+      if isinstance(parsed, int) and not 1 <= parsed <= config_.num_layers:
+        raise ValueError(
+          f"the draft's layers must be in [1, {config_.num_layers}], got "
+          f"{draft}"
+        )
+      choose_layers(config_, {"layers": [()] * config_.num_layers}, layers)
+    return parsed
   opened = inspect(draft, config)
   with user_errors():
     check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
@@ -257,7 +268,7 @@ def inspect_draft(
 
 def check_sizes(
   target: hub.Inspected,
-  draft: hub.Inspected | str | int | None,
+  draft: hub.Inspected | str | int | tuple[int, ...] | None,
   config: ConfigDict,
   options: Mapping[str, Any],
 ) -> None:
@@ -310,7 +321,7 @@ def rows_of(config: ConfigDict, wanted: int, mesh) -> int:
   return rows or -(-wanted // data) * data
 
 
-def read_draft(draft: hub.Inspected | str | int | None):
+def read_draft(draft: hub.Inspected | str | int | tuple[int, ...] | None):
   """Reads the draft's weights if it is another model."""
   return draft.read() if isinstance(draft, hub.Inspected) else draft
 

@@ -74,7 +74,7 @@ def _prompt_of(path: str, number: int, line: str) -> Any:
   where = f"{path} line {number}"
   try:
     record = json.loads(line)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f"{where} is not JSON: {error}") from error
   if isinstance(record, str):
     return record

@@ -80,6 +80,22 @@ def _commit() -> str | None:
   return commit + ("+" if dirty else "")
 
 
+def _lock(file: Any, path: Path) -> None:
+  """Keeps other runs out of a file until it is closed.
+
+  Raises:
+    UserError: if another run writes it.
+  """
+  try:
+    import fcntl
+  except ImportError:  # not on this system
+    return
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise UserError(f"another run is writing {path}") from None
+
+
 def digest(value: Any) -> str:
   """Returns the SHA-256 of a JSON value."""
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -114,10 +130,15 @@ class ResultFile:
     self._identity = digest(identity)
     self.done: dict[int, dict[str, Any]] = {}
     self.manifest: dict[str, Any] = {}
+    self._file: Any = None
     try:
       self._open()
     except OSError as error:
       raise UserError(f"cannot write {path}: {error.strerror}") from error
+    except UserError:
+      if self._file is not None:
+        self._file.close()
+      raise
 
   def _open(self) -> None:
     folder = self.path.resolve().parent
@@ -128,6 +149,8 @@ class ResultFile:
     self._made = not self.path.exists()
     if self.path.is_dir():
       raise UserError(f"cannot write {self.path}: it is a folder")
+    self._file = open(self.path, "a", encoding="utf-8")
+    _lock(self._file, self.path)
     if not self._made and self.path.stat().st_size:
       self._check_same_run()
       whole = 0
@@ -137,7 +160,10 @@ class ResultFile:
             break
           try:
             record = json.loads(line)
-            self.done[int(record["prompt"])] = record
+            number = int(record["prompt"])
+            if number in self.done:
+              raise ValueError(f"prompt {number} twice")
+            self.done[number] = record
           except (ValueError, TypeError, KeyError) as error:
             raise UserError(
               f"{self.path} holds a line that is no result; give another --out"
@@ -145,7 +171,6 @@ class ResultFile:
           whole += len(line)
       with open(self.path, "r+b") as file:
         file.truncate(whole)
-    self._file = open(self.path, "a", encoding="utf-8")
 
   def _check_same_run(self) -> None:
     problem = (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from spec_jax import text
+from spec_jax import kernels, text
 from spec_jax.base import DETERMINISTIC, IID, SpecInfo
 
 _LAWS = {DETERMINISTIC: "deterministic", IID: "iid"}
@@ -44,6 +44,16 @@ def yaml(value: Any, indent: int = 0) -> str:
   return "\n".join(lines)
 
 
+def note(line: str) -> None:
+  """Says what goes on, beside the results."""
+  print(f"[{line}]", file=sys.stderr, flush=True)
+
+
+def progress(done: int, total: int) -> None:
+  """Says how far a long run is, where no bar can be drawn."""
+  note(f"{done} of {total} prompts")
+
+
 def header(config, runner, load_s: float) -> None:
   """Prints what is about to run."""
   engine = runner.engines[runner.main].config
@@ -53,10 +63,19 @@ def header(config, runner, load_s: float) -> None:
   print(
     f"{config.model} | drafter {engine.drafter}{draft}"
     f"{' (' + with_options + ')' if with_options else ''} | "
-    f"{engine.batch_size} rows, {engine.slots} slots | "
+    f"policy {engine.policy} | "
+    f"{engine.batch_size} row{'s' * (engine.batch_size > 1)}, "
+    f"{engine.slots} slots{_weights(runner.target.params, config)} | "
     f"loaded in {load_s:.1f} s; the first step compiles",
     file=sys.stderr,
   )
+
+
+def _weights(params: Any, config: Any) -> str:
+  """Says how weights are held, where that is worth a word."""
+  kernel = ", CPU kernels" if kernels.is_packed(params) else ""
+  rounded = config.execution.weights
+  return kernel + (f", weights rounded to {rounded}" * (rounded != "float32"))
 
 
 def table(

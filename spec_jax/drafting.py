@@ -1,6 +1,9 @@
-"""What several drafters need: the root token, a static tree for every row."""
+"""What several drafters need: the root token, a static tree, its layout."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax.base import Array, Context, Tree
 
@@ -16,3 +19,56 @@ def static_tree(tree: Tree, batch: int) -> dict[str, Array]:
     name: jnp.broadcast_to(jnp.asarray(x)[None], (batch, *x.shape))
     for name, x in tree._asdict().items()
   }
+
+
+# Tokens a draft model reads at the start of a step: the root and one pending
+# token.
+CATCH_UP = 2
+
+
+class TreePlan(NamedTuple):
+  """Which nodes the draft reads at each level, and where they lie.
+
+  Level 0 is the root, read with the pending tokens. `W` is the most nodes
+  read at a later level, `R` the most children of a node.
+
+  Attributes:
+    read: `[K, W]` nodes with children by level, -1 padded; row 0 is unused.
+    start: `[K]` block index of each level's first node.
+    children: `[K, W, R]` their children by rank, -1 padded.
+    block_index: `[N]` where a node lies in the block, -1 if it is not read.
+    block_size: nodes of the block, the padding of the last level included.
+  """
+
+  read: np.ndarray
+  start: np.ndarray
+  children: np.ndarray
+  block_index: np.ndarray
+  block_size: int
+
+
+def plan_tree(tree: Tree) -> TreePlan:
+  """Lays out how a draft model reads a tree, level by level."""
+  kids = [np.flatnonzero(tree.parents == i) for i in range(tree.num_nodes)]
+  levels = [
+    [i for i in np.flatnonzero(tree.depths == d) if len(kids[i])]
+    for d in range(tree.depth)
+  ]
+  W = max([len(level) for level in levels[1:]], default=1)
+  R = max(len(k) for k in kids)
+  read = np.full((tree.depth, W), -1, np.int32)
+  start = np.zeros(tree.depth, np.int32)
+  children = np.full((tree.depth, W, R), -1, np.int32)
+  block_index = np.full(tree.num_nodes, -1, np.int32)
+  block_index[0] = CATCH_UP - 1
+  end = CATCH_UP
+  for d, level in enumerate(levels):
+    if d:
+      start[d] = end
+      read[d, : len(level)] = level
+      block_index[level] = end + np.arange(len(level))
+      end += len(level)
+    for w, node in enumerate(level):
+      children[d, w, : len(kids[node])] = kids[node]
+  size = max(end, int(start.max()) + W if tree.depth > 1 else end)
+  return TreePlan(read, start, children, block_index, size)

@@ -177,6 +177,7 @@ def plan(
       )
     bits = sum(1 << stop_strings.index(x) for x in set(s.stop_strings))
     own = loaded.stop_ids if s.stop_ids is None else s.stop_ids
+    dataclasses.replace(s, stop_ids=own).check(V)  # with the model's own
     for sample in range(s.num_samples):
       seeds = (seed, number) if s.seed is None else (s.seed,)
       jobs.append(Job(ids, s, (*seeds, sample), tuple(own), bits))
@@ -192,7 +193,7 @@ def make_engine(
   work: Work,
   *,
   drafter: str = "none",
-  draft: Loaded | str | int | None = None,
+  draft: Loaded | str | int | Sequence[int] | None = None,
   options: Mapping[str, Any] | None = None,
   policy: str = "fixed",
   policy_options: Mapping[str, Any] | None = None,
@@ -213,7 +214,7 @@ def make_engine(
     work: from `plan`.
     drafter: a name from `drafters.names()`.
     draft: the draft model: another loaded model, "target" for the target
-      itself, or a number of the target's first layers.
+      itself, a number of the target's first layers, or a list of layers.
     options: the drafter's options.
     policy: how deep to draft, a key of `length.POLICIES`.
     policy_options: the policy's options.
@@ -402,8 +403,8 @@ def generate(
     loaded: the target, from `spec_jax.load`.
     prompts: one prompt or several: text, token ids, or chat messages.
     settings: of all prompts, or one a prompt; default greedy.
-    seed: of the run; None draws one. A prompt's text depends on its seed and
-      number, not on its batch.
+    seed: of the run; None draws one. A prompt's noise depends on its seed and
+      number, not on its batch; its law on the batch by a last bit at most.
     start: a state to continue, see `run`.
     on_text: called with (prompt, sample, piece) as text comes.
     keep_state: give each completion its state.

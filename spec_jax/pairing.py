@@ -1,9 +1,13 @@
-"""Which draft goes with a target: another model, itself, its first layers."""
+"""Which draft goes with a target: another model, itself, some of its layers."""
 
+from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
-from spec_jax.drafters import vanilla
+import jax
+import numpy as np
+
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
 
@@ -13,7 +17,67 @@ def _build_short(config, dtype, scan_layers):
   return decoder.build(config, dtype=dtype, scan_layers=scan_layers)
 
 
-def resolve_draft(loaded: Loaded, draft: Loaded | str | int | None):
+def choose_layers(config: Any, params: dict, layers: Sequence[int]):
+  """Returns (config, params) of a model made of some layers of another.
+
+  Embedding, final norm, output matrix and the layers' parameters are shared
+  with the target: nothing is copied (unless its layers are stacked for a scan:
+  then the slice is a copy). The first layers alone are an early exit, a subset
+  from all depths is layer skipping.
+
+  Args:
+    config: of the target.
+    params: of the target.
+    layers: numbers of the layers to keep, rising.
+
+  Raises:
+    ValueError: if there is none, one is out of range, or they do not rise.
+
+  Reference: Zhang et al. 2024 (Draft & Verify); Elhoushi et al. 2024
+    (LayerSkip).
+  """
+  L = config.num_layers
+  layers = [int(i) for i in layers]
+  if not layers or not all(0 <= i < L for i in layers):
+    raise ValueError(
+      f"the draft's layers must be in [0, {L - 1}], one at least, got {layers}"
+    )
+  if sorted(set(layers)) != layers:
+    raise ValueError(f"the draft's layers must rise, got {layers}")
+  short = dataclasses.replace(
+    config,
+    num_layers=len(layers),
+    windows=tuple(config.windows[i] for i in layers),
+  )
+  own = params["layers"]
+  if isinstance(own, dict):
+    own = jax.tree.map(lambda x: x[np.asarray(layers)], own)
+  else:
+    own = type(own)(own[i] for i in layers)
+  return short, {**params, "layers": own}
+
+
+def parse_draft(text: str) -> str | int | tuple[int, ...]:
+  """Returns the draft that a word names, if it is no model's name.
+
+  "8" = the first 8 layers; "0-5,24-29" = those 12 layers; anything else
+  ("target", a model) is returned as it is.
+  """
+  if text.isascii() and text.isdigit():
+    return int(text)
+  layers: list[int] = []
+  for part in text.split(","):
+    first, _, last = part.partition("-")
+    ends = [first, last or first]
+    if not all(x.isascii() and x.isdigit() for x in ends):
+      return text
+    layers += range(int(ends[0]), int(ends[1]) + 1)
+  return tuple(layers)
+
+
+def resolve_draft(
+  loaded: Loaded, draft: Loaded | str | int | Sequence[int] | None
+):
   """Returns (model, params) of the draft, or (None, None).
 
   Args:
@@ -32,16 +96,24 @@ def resolve_draft(loaded: Loaded, draft: Loaded | str | int | None):
     return draft.model, draft.params
   if draft == "target":
     return loaded.model, loaded.params
+  layers: Sequence[int] | None = None
   if isinstance(draft, int) and not isinstance(draft, bool):
-    short, params = vanilla.first_layers(
-      loaded.model.config, loaded.params, draft
-    )
+    most = loaded.model.config.num_layers
+    if not 1 <= draft <= most:
+      raise ValueError(
+        f"the draft's layers must be in [1, {most}], got {draft}"
+      )
+    layers = range(draft)
+  elif isinstance(draft, list | tuple):
+    layers = draft
+  if layers is not None:
+    short, params = choose_layers(loaded.model.config, loaded.params, layers)
     stacked = isinstance(params["layers"], dict)
     dtype = params["final_norm"].dtype
     return _build_short(short, dtype, stacked), params
   raise ValueError(
-    f"draft must be a loaded model, 'target' or a number of layers, got "
-    f"{draft!r}"
+    f"draft must be a loaded model, 'target', a number of layers or a list of "
+    f"them, got {draft!r}"
   )
 
 

@@ -86,6 +86,7 @@ def first_largest(scores_BV: Array) -> Array:
   """Returns the index of each row's first largest entry, `[B]` int32.
 
   `argmax` in two levels: in XLA on CPU 4 times as fast, with 8 rows 8 times.
+  A row that holds NaN gives any index.
   """
   blocks = _blocks(scores_BV, -jnp.inf)
   block = jnp.argmax(blocks.max(-1), -1)
@@ -234,6 +235,7 @@ def draw(probs_BV: Array, uniform_B: Array) -> Array:
   Returns:
     `[B]` int32.
   """
+  V = probs_BV.shape[1]
   blocks = _blocks(probs_BV, 0)
   size = blocks.shape[-1]
   sums = blocks.sum(-1)
@@ -253,7 +255,8 @@ def draw(probs_BV: Array, uniform_B: Array) -> Array:
   good = inside > 0
   index = first((jnp.cumsum(inside, -1) > target - before) & good)
   index = jnp.where(index < 0, last(good), index)
-  return (block * size + index).astype(jnp.int32)
+  # A law that is no number must not lead past the vocabulary.
+  return jnp.minimum(block * size + index, V - 1).astype(jnp.int32)
 
 
 def add_counts(counts: Counts, tokens_BJ: Array, live_BJ: Array) -> Counts:
@@ -291,10 +294,12 @@ def draw_noise(keys_B: Array, length_B: Array, nodes: int, depth: int) -> Noise:
   """Draws the uniforms of one step.
 
   Keyed by the row's key, a purpose, and the length at the start of the step,
-  which rises strictly: nothing is drawn twice, a row's text depends neither on
+  which rises strictly: nothing is drawn twice, a row's noise depends neither on
   its batch nor on when it was refilled, and a continued row equals a fresh
-  one. Plain draws are keyed by the position of their token and used only when
-  that token is emitted, so text drawn plainly is the same at any draft length.
+  one. (Its law does by a last bit, where a device adds up otherwise in a
+  larger batch.) Plain draws are keyed by the position of their token and used
+  only when that token is emitted, so text drawn plainly is the same at any
+  draft length.
   Keying every draw by position is wrong: after a refusal the next step would
   reuse noise that the refusal depended on.
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 import dataclasses
 import math
+import operator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,14 +59,14 @@ class Settings:
     bias = self.logit_bias
     pairs = bias.items() if isinstance(bias, dict) else bias
     fixed = {
-      "logit_bias": tuple((int(i), float(b)) for i, b in pairs),
-      "banned_tokens": tuple(int(i) for i in self.banned_tokens),
+      "logit_bias": tuple((_id(i), float(b)) for i, b in pairs),
+      "banned_tokens": tuple(map(_id, self.banned_tokens)),
       "stop_strings": (self.stop_strings,)
       if isinstance(self.stop_strings, str)
       else tuple(self.stop_strings),
     }
     if self.stop_ids is not None:
-      fixed["stop_ids"] = tuple(int(i) for i in self.stop_ids)
+      fixed["stop_ids"] = tuple(map(_id, self.stop_ids))
     for name, value in fixed.items():
       object.__setattr__(self, name, value)
 
@@ -75,7 +77,8 @@ class Settings:
       ValueError: naming the setting, its value and its range.
     """
     ranges = {
-      "temperature": (0.0, math.inf),
+      # Beyond 1e30 a device's 1 / temperature is 0, and 0 x -inf no number.
+      "temperature": (0.0, 1e30),
       "min_p": (0.0, 1.0),
       "presence_penalty": (-math.inf, math.inf),
       "frequency_penalty": (-math.inf, math.inf),
@@ -129,12 +132,21 @@ class Settings:
       raise ValueError(
         f"all {vocab_size} tokens are banned, or stop ids before min_new_tokens"
       )
-    if any(not s for s in self.stop_strings):
-      raise ValueError("a stop string must not be empty")
+    for string in self.stop_strings:
+      if not isinstance(string, str) or not string:
+        raise ValueError(f"a stop string is text, not empty; got {string!r}")
 
 
 # Smaller float32 numbers count as 0 on most devices.
 _TINY = np.finfo(np.float32).tiny
+
+
+def _id(token: Any) -> int:
+  """Returns a token id as an integer; ValueError if it is none."""
+  try:
+    return operator.index(token)
+  except TypeError:
+    raise ValueError(f"token ids are integers, got {token!r}") from None
 
 
 def _finite(value: float) -> bool:

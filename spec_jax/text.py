@@ -54,7 +54,18 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
   """
   if not isinstance(text, str):
     raise ValueError(f"a prompt is one string, got {type(text).__name__}")
+  _check_unicode(text)
   return _start(tokenizer, list(tokenizer(text)["input_ids"]))
+
+
+def _check_unicode(text: str) -> None:
+  """Raises ValueError if a text holds half a surrogate pair."""
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"a prompt is not valid Unicode: {text[error.start]!a} at {error.start}"
+    ) from error
 
 
 def encode_chat(
@@ -82,6 +93,9 @@ def encode_chat(
     ValueError: if there is no chat template, no message, the template refuses
       the messages, or the result is empty and the tokenizer has no BOS.
   """
+  for message in messages:
+    if isinstance(message, Mapping):
+      _check_unicode(str(message.get("content", "")))
   if not getattr(tokenizer, "chat_template", None):
     raise ValueError(
       "the tokenizer has no chat template: set tokenizer.chat_template, or "

@@ -231,7 +231,7 @@ def test_more_stop_ids_than_there_is_room_for_are_refused():
 
 
 def test_texts_end_at_the_context_and_at_the_slots():
-  """The smaller of both ends a text that wants more, by length."""
+  """The smaller of both ends a text that wants more, and the result says so."""
   settings = Settings(max_new_tokens=100)
   for slots, context in ((24, 256), (256, 24)):
     model, params = scripted(np.arange(8), 8, max_length=context)
@@ -241,13 +241,13 @@ def test_texts_end_at_the_context_and_at_the_slots():
     job = Job([0, 1, 2, 3], settings, (0,))
     (found,) = _run(Engine(model, params, config), [job])
     assert found.ids == [i % 8 for i in range(4, 24)]
-    assert found.finish_reason == "length"
+    assert found.finish_reason == "context"
 
 
 def test_a_full_context_has_room_for_one_more():
   """The longest prompt gives one token."""
   (found,) = _run(_engine(), [Job([1] * 63, _MIXED[0], (0,))])
-  assert (len(found.ids), found.finish_reason) == (1, "length")
+  assert (len(found.ids), found.finish_reason) == (1, "context")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from generating import SAMPLED, changed, generate_small, loaded as loaded
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_tokenizer import byte_level_tokenizer
 
+from spec_jax import pairing
 from spec_jax.generate import generate
+from spec_jax.models import decoder
 from spec_jax.pairing import check_same_vocabulary, resolve_draft
 from spec_jax.settings import Settings
+from tests import fakes
 
 
 def test_the_target_as_its_own_draft_is_always_right(loaded):
@@ -71,3 +76,57 @@ def test_parameters_are_not_copied_for_short_drafts(loaded):
   ours = {id(x) for x in jax.tree.leaves(loaded.params)}
   assert all(id(x) in ours for x in jax.tree.leaves(params))
   assert resolve_draft(loaded, 1)[0] is model  # so nothing compiles
+
+
+def test_the_first_layers_share_the_targets_parameters():
+  """D25: two of three layers, then the target's own norm and output matrix."""
+  model, params = fakes.tiny(13, windows=(None, 4, 4))
+  config, short = pairing.choose_layers(model.config, params, range(2))
+  assert config.windows == (None, 4) and config.num_layers == 2
+  assert short["head"] is params["head"]
+  tokens = jnp.array([[1, 2, 3, 4, 5, 6, 7]])
+  positions = jnp.arange(7)[None]
+  found = jax.jit(decoder.build(config).apply)(short, tokens, positions)
+  tapped = jax.jit(decoder.build(model.config, taps=(2,)).apply)
+  hidden = np.asarray(tapped(params, tokens, positions).hidden)[:, :, 0]
+  norm = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)
+  expected = (
+    norm * np.asarray(params["final_norm"]) @ np.asarray(params["head"])
+  )
+  np.testing.assert_allclose(found.logits, expected, atol=1e-4)
+
+
+def test_chosen_layers_are_those_layers():
+  """The first and last of three: windows and parameters go together."""
+  model, params = fakes.tiny(13, windows=(None, 4, 5))
+  config, short = pairing.choose_layers(model.config, params, (0, 2))
+  assert config.windows == (None, 5) and config.num_layers == 2
+  assert short["layers"][1] is params["layers"][2]
+
+
+@pytest.mark.parametrize(
+  ("layers", "message"),
+  [
+    ((), r"\[0, 1\], one at least, got \[\]"),
+    ((0, 2), r"\[0, 1\], one at least, got \[0, 2\]"),
+    ((1, 0), r"must rise, got \[1, 0\]"),
+    ((0, 0), "must rise"),
+  ],
+)
+def test_layers_that_cannot_be_are_refused(layers, message):
+  model, params = fakes.tiny(13)
+  with pytest.raises(ValueError, match=message):
+    pairing.choose_layers(model.config, params, layers)
+
+
+def test_a_draft_is_parsed_from_a_word():
+  """Numbers are layers of the target, anything else is a name."""
+  for word, draft in (
+    ("8", 8),
+    ("0-2,5", (0, 1, 2, 5)),
+    ("3,4", (3, 4)),
+    ("target", "target"),
+    ("org/model-2", "org/model-2"),
+    ("²", "²"),
+  ):
+    assert pairing.parse_draft(word) == draft

@@ -13,7 +13,6 @@ al. 2024 (Sequoia; without replacement).
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -34,7 +33,7 @@ from spec_jax.base import (
   Tree,
 )
 from spec_jax.cache import commit, empty_block
-from spec_jax.drafting import root_token, static_tree
+from spec_jax.drafting import CATCH_UP, plan_tree, root_token, static_tree
 from spec_jax.sampling import (
   draw,
   first_largest,
@@ -47,86 +46,11 @@ from spec_jax.sampling import (
 
 TAKES_DRAFT = True
 
-# Tokens read at the start of a step: the root and one pending token.
-CATCH_UP = 2
-
 SIBLINGS = {
   "iid": IID,
   "without_replacement": WITHOUT_REPLACEMENT,
   "top_k": DETERMINISTIC,
 }
-
-
-def first_layers(config: Any, params: dict, num_layers: int):
-  """Returns (config, params) of a model's first layers; nothing is copied.
-
-  Embedding, final norm and output matrix are shared with the target (unless
-  its layers are stacked for a scan: then the slice is a copy).
-
-  Raises:
-    ValueError: unless `1 <= num_layers <=` the model's.
-  """
-  if not 1 <= num_layers <= config.num_layers:
-    raise ValueError(
-      f"the draft's layers must be in [1, {config.num_layers}], got "
-      f"{num_layers}"
-    )
-  short = dataclasses.replace(
-    config, num_layers=num_layers, windows=config.windows[:num_layers]
-  )
-  layers = params["layers"]
-  if isinstance(layers, dict):
-    layers = jax.tree.map(lambda x: x[:num_layers], layers)
-  else:
-    layers = layers[:num_layers]
-  return short, {**params, "layers": layers}
-
-
-class _Plan(NamedTuple):
-  """Which nodes the draft reads at each level, and where they lie.
-
-  Level 0 is the root, read with the pending tokens. `W` is the most nodes
-  read at a later level, `R` the most children of a node.
-
-  Attributes:
-    read: `[K, W]` nodes with children by level, -1 padded; row 0 is unused.
-    start: `[K]` block index of each level's first node.
-    children: `[K, W, R]` their children by rank, -1 padded.
-    block_index: `[N]` where a node lies in the block, -1 if it is not read.
-    block_size: nodes of the block, the padding of the last level included.
-  """
-
-  read: np.ndarray
-  start: np.ndarray
-  children: np.ndarray
-  block_index: np.ndarray
-  block_size: int
-
-
-def _make_plan(tree: Tree) -> _Plan:
-  kids = [np.flatnonzero(tree.parents == i) for i in range(tree.num_nodes)]
-  levels = [
-    [i for i in np.flatnonzero(tree.depths == d) if len(kids[i])]
-    for d in range(tree.depth)
-  ]
-  W = max([len(level) for level in levels[1:]], default=1)
-  R = max(len(k) for k in kids)
-  read = np.full((tree.depth, W), -1, np.int32)
-  start = np.zeros(tree.depth, np.int32)
-  children = np.full((tree.depth, W, R), -1, np.int32)
-  block_index = np.full(tree.num_nodes, -1, np.int32)
-  block_index[0] = CATCH_UP - 1
-  end = CATCH_UP
-  for d, level in enumerate(levels):
-    if d:
-      start[d] = end
-      read[d, : len(level)] = level
-      block_index[level] = end + np.arange(len(level))
-      end += len(level)
-    for w, node in enumerate(level):
-      children[d, w, : len(kids[node])] = kids[node]
-  size = max(end, int(start.max()) + W if tree.depth > 1 else end)
-  return _Plan(read, start, children, block_index, size)
 
 
 def _fit_vocabulary(logits: Array, vocab_size: int) -> Array:
@@ -176,9 +100,9 @@ def build(
     raise ValueError(
       f"siblings must be one of {', '.join(SIBLINGS)}, got {siblings!r}"
     )
-  if draft_temperature is not None and draft_temperature <= 0:
+  if draft_temperature is not None and not 0 < draft_temperature <= 1e30:
     raise ValueError(
-      f"draft_temperature must be above 0, got {draft_temperature}"
+      f"draft_temperature must be in (0, 1e30], got {draft_temperature}"
     )
   if parents is not None:
     if tree is not None:
@@ -206,7 +130,7 @@ class _Vanilla:
     self.draft = draft
     self.draft_vocab_size = draft.config.vocab_size
     self.tree = tree
-    self.plan = _make_plan(tree)
+    self.plan = plan_tree(tree)
     self.siblings = siblings
     self.temperature = temperature
     self.slots = slots

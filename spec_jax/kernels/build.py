@@ -222,7 +222,10 @@ def _compile(target: Path) -> None:
   Raises:
     KernelError: if there is no compiler, or none of the flags work.
   """
-  compiler = shlex.split(os.environ.get("CXX", ""))
+  try:
+    compiler = shlex.split(os.environ.get("CXX", ""))
+  except ValueError as error:
+    raise KernelError(f"CXX cannot be read: {error}") from error
   if not compiler:
     names = [name for name in _COMPILERS if shutil.which(name)]
     if not names:
@@ -239,7 +242,8 @@ def _compile(target: Path) -> None:
         command, capture_output=True, text=True, timeout=_TIMEOUT_S
       )
     except (OSError, subprocess.TimeoutExpired) as error:
-      raise KernelError(f"{compiler[0]} cannot be run: {error}") from error
+      reason = getattr(error, "strerror", None) or error
+      raise KernelError(f"{compiler[0]} cannot be run: {reason}") from error
     if done.returncode == 0:
       return
     problem = problem or _first_error(done.stderr)
