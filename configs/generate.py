@@ -49,12 +49,13 @@ def get_config() -> ConfigDict:
   config.drafter.siblings = config_dict.placeholder(str)
   config.drafter.draft_temperature = config_dict.placeholder(float)
 
-  # How deep to draft: fixed, cost (as deep as pays on this device, or not at
-  # all), average, confidence or entropy.
+  # How deep to draft: cost (as deep as pays on this device, or not at all; what
+  # a step costs is measured at the start), fixed, average, confidence, entropy.
   config.policy = ConfigDict()
-  config.policy.name = "fixed"
+  config.policy.name = "cost"
   # Options of the policies; None = the policy's own default.
   config.policy.probe = config_dict.placeholder(int)
+  config.policy.budget = config_dict.placeholder(float)
   config.policy.margin = config_dict.placeholder(float)
   config.policy.memory = config_dict.placeholder(float)
   config.policy.prior = config_dict.placeholder(float)

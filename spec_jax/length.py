@@ -124,7 +124,9 @@ class CostState:
   Attributes:
     hits: `[B, K]` float32, decayed count of acceptances at depth `i + 1`.
     chances: `[B, K]` float32, decayed count of chances.
-    idle: `[B]` int32, steps since the row last drafted.
+    asks: `[B]` float32, decayed count of steps that asked for a draft.
+    offers: `[B]` float32, decayed count of those in which one was proposed.
+    idle: `[B]` int32, steps since any row of the batch drafted.
     asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
       was proposed.
     num_probes: `[B]` int32, steps that drafted only to look again.
@@ -134,6 +136,8 @@ class CostState:
 
   hits: Array
   chances: Array
+  asks: Array
+  offers: Array
   idle: Array
   asked_at: Array
   num_probes: Array
@@ -144,6 +148,7 @@ def cost(
   depth: int,
   *,
   probe: int = 32,
+  budget: float = 0.02,
   margin: float = 0.02,
   memory: float = 50.0,
   prior: float = 0.7,
@@ -151,15 +156,18 @@ def cost(
   """Builds the policy that drafts as deep as pays, down to not at all.
 
   `costs[d]` are the seconds of a step that drafts `d` deep, measured on this
-  device. With `a_i` the row's running estimate of the chance that depth `i`
-  is accepted where depth `i - 1` was, a step emits `E(d) = 1 + a_1 + a_1 a_2 +
-  ...` tokens; the batch drafts at the depth with the largest sum of `E(d)`
-  over `costs[d]`. A batch that has not drafted for `probe` steps drafts once
-  to look again.
+  device. With `a_i` a row's running estimate of the chance that depth `i` is
+  accepted where depth `i - 1` was, and `m` of the chance that there is anything
+  to propose, a step emits `1 + m (a_1 + a_1 a_2 + ...)` tokens; the wider pass
+  is paid by the whole batch if any row proposes. The batch drafts at the depth
+  with the most expected tokens a second. If it has not drafted for `probe`
+  steps, or for so many more that probes take at most `budget` of the time, it
+  drafts once to look again.
 
   Args:
     depth: `K`.
-    probe: steps without a draft after which one is tried.
+    probe: steps without a draft after which one is tried, at least.
+    budget: fraction of the time that such tries may take.
     margin: drafting must promise so much more than not drafting, as a
       fraction.
     memory: chances after which an estimate has forgotten all but 1/e.
@@ -172,6 +180,8 @@ def cost(
   """
   if probe < 1:
     raise ValueError(f"probe must be at least 1, got {probe}")
+  if not 0 < budget <= 1:
+    raise ValueError(f"budget must be in (0, 1], got {budget}")
   if margin < 0:
     raise ValueError(f"margin must be at least 0, got {margin}")
   if memory <= 1:
@@ -186,6 +196,8 @@ def cost(
     return CostState(
       hits=per_depth,
       chances=per_depth,
+      asks=jnp.zeros((batch,), jnp.float32),
+      offers=jnp.zeros((batch,), jnp.float32),
       idle=zeros,
       asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
       num_probes=zeros,
@@ -194,18 +206,27 @@ def cost(
 
   def max_depth(state, running, costs):
     chance = (state.hits + weight * prior) / (state.chances + weight)
-    emitted = 1 + jnp.cumsum(jnp.cumprod(chance, -1), -1)
-    emitted = jnp.pad(emitted, ((0, 0), (1, 0)), constant_values=1.0)
-    rate = jnp.where(running[:, None], emitted, 0).sum(0) / costs
-    deepest = 1 + jnp.argmax(rate[1:])
-    pays = rate[deepest] > rate[0] * (1 + margin)
-    asked = jnp.where(pays | (state.idle >= probe), deepest, 0)
+    more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
+    offer = (state.offers + weight) / (state.asks + weight)
+    offer = jnp.where(running, offer, 0)
+    rows = running.sum()
+    plain, deep = costs[0], costs[1:]
+    somebody = 1 - jnp.prod(1 - offer)
+    spent = plain + somebody * (deep - plain)
+    rate = (rows + (offer[:, None] * more).sum(0)) / spent
+    best = jnp.argmax(rate)
+    pays = rate[best] > rows / plain * (1 + margin)
+    wait = jnp.maximum(probe, (deep[best] / plain - 1) / budget)
+    asked = jnp.where(pays | (state.idle.max() >= wait), 1 + best, 0)
+    asked = jnp.broadcast_to(asked, running.shape)
     return jnp.where(state.force >= 0, state.force, asked).astype(jnp.int32)
 
   def update(state, outcome: Outcome):
     chance, running = outcome.chance, outcome.running
     fade = jnp.where(chance, keep, 1.0)
     drafted = chance.any(-1)
+    asked = (outcome.asked > 0) & running
+    slow = jnp.where(asked, keep, 1.0)
     probed = drafted & (state.idle >= probe)
     tried = jnp.where(drafted, outcome.asked, 0)[:, None]
     at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
@@ -213,7 +234,9 @@ def cost(
       state,
       hits=state.hits * fade + outcome.accepted,
       chances=state.chances * fade + chance,
-      idle=jnp.where(running, jnp.where(drafted, 0, state.idle + 1), 0),
+      asks=state.asks * slow + asked,
+      offers=state.offers * slow + drafted,
+      idle=jnp.where(drafted.any(), 0, state.idle + 1),
       asked_at=state.asked_at + at,
       num_probes=state.num_probes + probed,
     )

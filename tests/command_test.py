@@ -205,7 +205,7 @@ def test_dry_run_prints_the_resolved_configuration(command, unread):
   assert (ran.code, ran.err) == (0, "")
   assert "  top_p: 0.5\n" in ran.out and "\nseed: 0\n" in ran.out
   # The default of `prompt_lookup`, as its docstring in the README says.
-  assert "drafter_options:\n  num_draft: 3\n" in ran.out
+  assert "drafter_options:\n  num_draft: 7\n" in ran.out
   assert ran.out.endswith("# 1 prompts\n")
 
 

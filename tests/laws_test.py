@@ -95,8 +95,8 @@ POLICIES = {
   "tree_confidence": ("tree_wor", "confidence", {"threshold": 0.75}),
   "chain_entropy": ("chain", "entropy", {"threshold": 0.65, "scale": 0.2}),
   "chain_average": ("chain", "average", {}),
-  "chain_cost": ("chain", "cost", {"probe": 1}),
-  "lookup_cost": ("lookup", "cost", {"probe": 1}),
+  "chain_cost": ("chain", "cost", {"probe": 1, "budget": 1.0}),
+  "lookup_cost": ("lookup", "cost", {"probe": 1, "budget": 1.0}),
 }
 # Seconds of a step by depth: such that rows disagree about what pays.
 COSTS = [1.0, 1.45, 2.0, 2.4]

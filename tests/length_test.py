@@ -86,7 +86,7 @@ def test_cost_takes_the_depth_of_the_largest_rate():
 
 
 def test_cost_learns_from_refusals_and_looks_again():
-  policy = length.cost(2, probe=5, memory=10.0)
+  policy = length.cost(2, probe=5, memory=10.0, budget=1.0)
   costs = [1.0, 1.2, 1.3]
   state = policy.init(1)
   asked = []
@@ -107,18 +107,46 @@ def test_cost_learns_from_refusals_and_looks_again():
   assert "1.20 to 1.30" in said["alarm"]
 
 
-def test_cost_waits_for_a_row_that_has_nothing_to_propose():
-  """Asking costs nothing then; the other row is left alone."""
-  policy = length.cost(2, probe=3)
+def test_cost_asks_on_until_somebody_has_something_to_propose():
+  """Asking costs nothing then; a draft of any row ends the probe of all."""
+  policy = length.cost(2, probe=3, budget=1.0)
   state = policy.init(2)
-  never = jnp.array([[0.0, 0.0]] * 2)
-  state = state.replace(hits=never, chances=never + 50)
-  for _ in range(6):
-    asked = depths(policy, state, [1.0, 1.2, 1.3])
-    chance = [[False, False], [asked[1] > 0, False]]
-    state = policy.update(state, outcome(asked, chance, [[False] * 2] * 2))
-  assert depths(policy, state, [1.0, 1.2, 1.3])[0] > 0
-  assert int(state.num_probes[1]) == 1
+  state = state.replace(chances=jnp.full((2, 2), 50.0))
+  costs = [1.0, 1.2, 1.3]
+  nothing = [[False, False]] * 2
+  for step in range(6):
+    asked = depths(policy, state, costs)
+    assert (asked[0] > 0) == (step >= 3) and asked[0] == asked[1]
+    state = policy.update(state, outcome(asked, nothing, nothing))
+  state = policy.update(
+    state, outcome([1, 1], [[False, False], [True, False]], nothing)
+  )
+  assert depths(policy, state, costs) == [0, 0]
+  assert state.num_probes.tolist() == [0, 1]
+
+
+def test_cost_probes_within_its_budget():
+  """A probe that costs 4 steps more, at 2 % of the time: every 200 steps."""
+  policy = length.cost(1, probe=32, budget=0.02)
+  state = policy.init(1).replace(chances=jnp.full((1, 1), 1e6))
+  for idle, asked in ((199, 0), (200, 1)):
+    state = state.replace(idle=jnp.full((1,), idle, jnp.int32))
+    assert depths(policy, state, [1.0, 5.0]) == [asked]
+
+
+def test_cost_counts_rows_that_have_nothing_to_propose():
+  """One row of eight proposes in half of the steps: a wide pass for one."""
+  policy = length.cost(1)
+  state = policy.init(8)
+  never = jnp.arange(8) > 0
+  state = state.replace(
+    hits=jnp.full((8, 1), 1e6),
+    chances=jnp.full((8, 1), 1e6),
+    asks=jnp.full((8,), 1e6),
+    offers=jnp.where(never, 0.0, 5e5),
+  )
+  assert depths(policy, state, [1.0, 1.2])[0] == 0
+  assert depths(policy, state, [1.0, 1.05])[0] == 1
 
 
 def test_done_rows_have_no_say():
@@ -138,6 +166,7 @@ def test_done_rows_have_no_say():
     ("other", {}, "unknown length policy 'other'; there are fixed, confidence"),
     ("cost", {"probes": 1}, "'cost' has no option 'probes'; it has probe"),
     ("cost", {"probe": 0}, "probe must be at least 1"),
+    ("cost", {"budget": 0.0}, "budget must be in"),
     ("cost", {"margin": -1.0}, "margin must be at least 0"),
     ("cost", {"memory": 1.0}, "memory must be above 1"),
     ("cost", {"prior": 1.0}, "prior must be in"),

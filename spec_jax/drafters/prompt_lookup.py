@@ -59,7 +59,7 @@ def build(
   draft: Model | None,
   *,
   slots: int,
-  num_draft: int = 3,
+  num_draft: int = 7,
   max_ngram: int = 3,
   min_ngram: int = 1,
   match: str = "last",
