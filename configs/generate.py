@@ -49,11 +49,16 @@ def get_config() -> ConfigDict:
   config.drafter.siblings = config_dict.placeholder(str)
   config.drafter.draft_temperature = config_dict.placeholder(float)
 
+  # token, or block: for chains that a draft model draws at random.
+  config.verifier = "token"
+
   # How deep to draft: cost (as deep as pays on this device, or not at all; what
   # a step costs is measured at the start), fixed, average, confidence, entropy.
   config.policy = ConfigDict()
   config.policy.name = "cost"
   # Options of the policies; None = the policy's own default.
+  # Seconds of a step by depth, from another run's manifest; () = measured.
+  config.policy.costs = ()
   config.policy.probe = config_dict.placeholder(int)
   config.policy.budget = config_dict.placeholder(float)
   config.policy.margin = config_dict.placeholder(float)

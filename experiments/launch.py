@@ -156,7 +156,7 @@ def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
 
 
 def policy_arguments(config: ConfigDict) -> dict[str, Any]:
-  """Returns the length policy and its options that are set, for an engine.
+  """Returns verifier, length policy and its options that are set.
 
   Raises:
     UserError: for an unknown policy, or an option it does not have.
@@ -165,8 +165,9 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
   chosen = {
     key: value
     for key, value in policy.items()
-    if key != "name" and value is not None
+    if key not in ("name", "costs") and value is not None
   }
+  costs = tuple(float(x) for x in policy.costs) or None
   with user_errors():
     known = length.options(policy.name)
   for key in chosen:
@@ -175,7 +176,12 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
         f"length policy {policy.name!r} has no option {key!r}; it has "
         f"{', '.join(known) or 'none'}"
       )
-  return {"policy": policy.name, "policy_options": chosen}
+  return {
+    "verifier": config.verifier,
+    "policy": policy.name,
+    "policy_options": chosen,
+    "costs": costs,
+  }
 
 
 def effective(config: ConfigDict, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,6 +310,7 @@ def check_sizes(
     if drafter.depth:
       policy = length.build(config.policy.name, drafter.depth, **chosen)
       length.check(policy, drafter)
+      programs.choose_verifier(config.verifier, drafter)
 
 
 def rows_of(config: ConfigDict, wanted: int, mesh) -> int:

@@ -442,6 +442,7 @@ class Drafter(NamedTuple):
     depth: `K`.
     asks_policy: whether `propose` calls `context.extend`; drafters that copy
       have no law to show it.
+    random: whether nodes are drawn at random where a row samples.
   """
 
   init: Callable
@@ -451,6 +452,7 @@ class Drafter(NamedTuple):
   num_nodes: int
   depth: int
   asks_policy: bool = False
+  random: bool = False
 
 
 class LengthPolicy(NamedTuple):

@@ -195,6 +195,7 @@ def make_engine(
   drafter: str = "none",
   draft: Loaded | str | int | Sequence[int] | None = None,
   options: Mapping[str, Any] | None = None,
+  verifier: str = "token",
   policy: str = "fixed",
   policy_options: Mapping[str, Any] | None = None,
   costs: Sequence[float] | None = None,
@@ -216,6 +217,7 @@ def make_engine(
     draft: the draft model: another loaded model, "target" for the target
       itself, a number of the target's first layers, or a list of layers.
     options: the drafter's options.
+    verifier: "token", or "block" for chains drawn at random.
     policy: how deep to draft, a key of `length.POLICIES`.
     policy_options: the policy's options.
     costs: see `Engine`.
@@ -254,6 +256,7 @@ def make_engine(
   config = EngineConfig(
     drafter=drafter,
     options=tuple(sorted(options.items())),
+    verifier=verifier,
     policy=policy,
     policy_options=tuple(sorted((policy_options or {}).items())),
     batch_size=batch_size,

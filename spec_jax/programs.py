@@ -16,8 +16,10 @@ from spec_jax import (
   sharding,
   step as steps,
 )
-from spec_jax.base import LengthPolicy, Model, PyTree
+from spec_jax.base import Drafter, LengthPolicy, Model, PyTree
 from spec_jax.requests import make_request
+from spec_jax.verify import verify
+from spec_jax.verify_block import verify_block
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
 # many as a CPU reads at about the same price.
@@ -33,6 +35,8 @@ class EngineConfig:
   Attributes:
     drafter: a file of `spec_jax/drafters`.
     options: the drafter's options, as sorted pairs.
+    verifier: "token" (any tree) or "block" (chains drawn at random: keeps at
+      least as much).
     policy: a length policy's name, see `length.POLICIES`.
     policy_options: its options, as sorted pairs.
     batch_size: rows.
@@ -49,6 +53,7 @@ class EngineConfig:
 
   drafter: str = "none"
   options: tuple[tuple[str, Any], ...] = ()
+  verifier: str = "token"
   policy: str = "fixed"
   policy_options: tuple[tuple[str, Any], ...] = ()
   batch_size: int = 1
@@ -77,14 +82,36 @@ class EngineConfig:
           raise ValueError(f"{name} must be at least {low}, got {value}")
     cpu = jax.default_backend() == "cpu"
     refill = self.refill_rows or (1 if cpu else max(1, self.batch_size // 2))
-    plain = self.drafter == "none"  # there is no depth to decide about
+    plain = self.drafter == "none"  # there is no draft to decide about
     return dataclasses.replace(
       self,
+      verifier="token" if plain else self.verifier,
       policy="fixed" if plain else self.policy,
       policy_options=() if plain else self.policy_options,
       chunk=self.chunk or (_CHUNK_CPU if cpu else _CHUNK),
       refill_rows=min(refill, self.batch_size),
     )
+
+
+def choose_verifier(name: str, drafter: Drafter) -> Callable:
+  """Returns the verifier of that name, if it can judge the drafter's trees.
+
+  Raises:
+    ValueError: if there is no such verifier, or it wants chains drawn at
+      random and the drafter makes others.
+  """
+  if name == "token":
+    return verify
+  if name != "block":
+    raise ValueError(f"verifier must be token or block, got {name!r}")
+  if drafter.num_nodes != drafter.depth + 1:
+    raise ValueError("block verification is for chains, not for trees")
+  if not drafter.random:
+    raise ValueError(
+      "block verification needs tokens drawn at random, and this drafter's are "
+      "certain: use the verifier 'token'"
+    )
+  return verify_block
 
 
 class Program:
@@ -180,9 +207,13 @@ def build_programs(
     chunk=config.chunk,
     logprobs=config.logprobs is not None,
   )
+  verifier = choose_verifier(config.verifier, drafter)
   # A step that may propose nothing should then cost what plain decoding does.
   always = config.policy == "fixed" and drafter.asks_policy
-  more: dict[str, Any] = {"widths": () if always else _WIDTHS}
+  more: dict[str, Any] = {
+    "verifier": verifier,
+    "widths": () if always else _WIDTHS,
+  }
   more |= sharding.pins(mesh, B)
   spec_step = steps.make_step(
     model, drafter, policy, logprobs=config.logprobs, **more

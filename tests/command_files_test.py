@@ -215,3 +215,31 @@ def test_without_a_file_a_trace_is_shown(command):
   steps = [x for x in ran.out.splitlines() if x.startswith("step ")]
   assert len(steps) == int(cells(ran.out, "steps")[0])
   assert all(" -> " in x and " (p=" in x for x in steps)
+
+
+def test_costs_are_kept_and_can_be_given_again(command, tmp_path):
+  """What a step cost on one machine can rule on another."""
+  out = tmp_path / "x.jsonl"
+  words = (
+    "--prompt=abab",
+    "--nocompare",
+    *SMALL[:3],
+    "--config.policy.probe=4",
+  )
+  assert command(f"--out={out}", *words).code == 0
+  manifest = json.loads(out.with_name("x.manifest.json").read_text())
+  policy = manifest["reports"]["speculative"]["policy"]
+  assert len(policy["costs_s"]) == 4 and min(policy["costs_s"]) > 0
+  assert (
+    sum(policy["steps_at_depth"]) == manifest["reports"]["speculative"]["steps"]
+  )
+  again = tmp_path / "y.jsonl"
+  costs = tuple(policy["costs_s"])
+  ran = command(f"--out={again}", *words, f"--config.policy.costs={costs}")
+  assert ran.code == 0, ran.err
+  manifest = json.loads(again.with_name("y.manifest.json").read_text())
+  report = manifest["reports"]["speculative"]
+  assert report["policy"]["costs_s"] == policy["costs_s"]
+  assert report["measure_s"] == 0
+  bad = command("--prompt=a", *words[1:], "--config.policy.costs=(1.0, 2.0)")
+  assert bad.code == 2 and "4 costs above 0 are needed" in bad.err

@@ -33,6 +33,32 @@ _MISTAKES = {
   "unknown field": (["--config.nofield=3"], "of the configuration: nofield"),
   "unknown inner field": (["--config.drafter.nope=3"], "configuration: nope"),
   "no config file": (["--config=none.py"], "cannot read the configuration"),
+  "policy": (
+    ["--config.policy.name=x"],
+    "unknown length policy 'x'; there are",
+  ),
+  "policy option": (
+    ["--config.policy.name=average", "--config.policy.probe=3"],
+    "length policy 'average' has no option 'probe'; it has start",
+  ),
+  "policy without a law": (
+    ["--config.policy.name=confidence"],
+    "looks at the draft's law, and this drafter has none",
+  ),
+  "block of copies": (
+    ["--config.verifier=block"],
+    "block verification needs tokens drawn at random",
+  ),
+  "block of a tree": (
+    [
+      "--config.verifier=block",
+      "--config.drafter.name=vanilla",
+      "--config.drafter.draft=target",
+      "--config.drafter.tree=(2, 1)",
+    ],
+    "block verification is for chains, not for trees",
+  ),
+  "verifier": (["--config.verifier=x"], "verifier must be token or block"),
   "not a number": ([f"{_SAMPLING}top_p=x"], "could not convert string to"),
   "top_p 0": ([f"{_SAMPLING}top_p=0"], "top_p must be in (0, 1], got 0.0"),
   "top_p 1.5": ([f"{_SAMPLING}top_p=1.5"], "top_p must be in (0, 1], got 1.5"),

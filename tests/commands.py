@@ -23,6 +23,7 @@ SMALL = (
   "--config.sampling.max_new_tokens=12",
   "--config.engine.slots=256",
   "--config.drafter.num_draft=3",
+  "--config.policy.name=fixed",  # measures nothing
 )
 VANILLA = "--config.drafter.name=vanilla"
 

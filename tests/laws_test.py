@@ -15,6 +15,7 @@ from spec_jax import (
   sampling,
   step as step_lib,
   verify,
+  verify_block,
 )
 from spec_jax.base import Sampling, Stops
 from spec_jax.drafters import vanilla
@@ -98,12 +99,16 @@ POLICIES = {
   "chain_cost": ("chain", "cost", {"probe": 1, "budget": 1.0}),
   "lookup_cost": ("lookup", "cost", {"probe": 1, "budget": 1.0}),
 }
+# Drafters (or policies) verified as a block.
+BLOCKS = {"block_chain": "chain", "block_confidence": "chain_confidence"}
 # Seconds of a step by depth: such that rows disagree about what pays.
 COSTS = [1.0, 1.45, 2.0, 2.4]
 
 
 def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   """Returns (laws by enumeration `[R, V ** NEW]`, steps)."""
+  verifier = verify_block.verify_block if name in BLOCKS else verify.verify
+  name = BLOCKS.get(name, name)
   name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
   kind, options = DRAFTERS[name]
   drafter = drafters.build(kind, model, draft_model, slots=SLOTS, **options)
@@ -112,7 +117,9 @@ def measure(model, params, draft_model, name, prompts, settings, chunk=256):
     params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}
   init, _ = make_init(model, drafter, policy, slots=SLOTS, chunk=4)
   widths = () if how == "fixed" else (1, 2)
-  step = make_step(model, drafter, policy, trace=True, widths=widths)
+  step = make_step(
+    model, drafter, policy, verifier=verifier, trace=True, widths=widths
+  )
   state = jax.jit(init)(params, request_of(prompts, settings))
   machine = Enumerator(step, params, drafter.num_nodes, drafter.depth, chunk)
   return machine.joint_law(state)
@@ -187,7 +194,8 @@ MODELS = {
   "packed": packed_pair,
 }
 COVERING = [
-  *(("table", name) for name in [*DRAFTERS, *POLICIES]),
+  *(("table", name) for name in [*DRAFTERS, *POLICIES, *BLOCKS]),
+  ("transformer", "block_chain"),
   ("transformer", "chain"),
   ("transformer", "tree_wor"),
   ("transformer", "lookup"),
@@ -310,6 +318,30 @@ def _asked_too_late(monkeypatch):
   monkeypatch.setattr(vanilla, "Draft", late)
 
 
+def _block_residual(monkeypatch):
+  """The residual of token verification: the prefix's weight counts as 1."""
+  real = verify_block._residual
+  monkeypatch.setattr(
+    verify_block, "_residual", lambda w, p, q: real(jnp.ones_like(w), p, q)
+  )
+
+
+def _block_first_refusal(monkeypatch):
+  """Stops at the first prefix that fails, as token verification does."""
+  real = verify_block.verify_block
+
+  def strict(noise, law_at, draft, depth):
+    verdict = real(noise, law_at, draft, depth)
+    passed = noise.accept < verdict.accept_prob
+    run = jnp.cumprod(passed[:, 1:], -1).sum(-1)
+    shown = draft.acceptable & (jnp.arange(depth + 1)[None] <= run[:, None])
+    return real(
+      noise, law_at, dataclasses.replace(draft, acceptable=shown), depth
+    )
+
+  monkeypatch.setattr(verify_block, "verify_block", strict)
+
+
 def _narrow(monkeypatch):
   """The pass ends one node before the last that may be accepted."""
   real = step_lib._score
@@ -337,6 +369,13 @@ TWINS = {
   "wrong_nodes": (_wrong_nodes, "transformer", "tree_wor", "t0.7"),
   "picky": (_picky, "table", "chain", "t0.7"),
   "asked_too_late": (_asked_too_late, "table", "chain", "t0.7"),
+  "block_residual": (_block_residual, "table", "block_chain", "t0.7"),
+  "block_first_refusal": (
+    _block_first_refusal,
+    "table",
+    "block_chain",
+    "t0.7",
+  ),
   "narrow": (_narrow, "table", "chain_average", "t0.7"),
   "generous": (_generous, "table", "chain", "t1.5_top_p"),
 }

@@ -1,0 +1,119 @@
+"""Measures what a user gets: tokens/s with the defaults against plain decoding.
+
+  python -m experiments.end_to_end --out=experiments/results/end_to_end.json
+
+Prompts that ask for an edit of a text or a code (`edit_prompts.jsonl`, much is
+copied) and chat prompts (little is), greedy, the drafter with its own defaults
+and the length policy that drafts only where it pays. Plain and speculative
+runs take turns; the first round warms up. Nothing else should run.
+"""
+
+import json
+from pathlib import Path
+import statistics
+import sys
+from typing import Any
+
+from absl import flags
+
+from experiments import launch, prompts as prompt_files, results
+import spec_jax
+from spec_jax import Settings, metrics
+from spec_jax.generate import make_engine, plan, run
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_OUT = flags.DEFINE_string("out", "", "JSON file to write.")
+_DRAFTER = flags.DEFINE_string("drafter", "prompt_lookup", "Drafter.")
+_POLICY = flags.DEFINE_string("policy", "cost", "Length policy.")
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Counted rounds.")
+_TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens of an answer at most.")
+_ROWS = flags.DEFINE_multi_integer("rows", [1, 8], "Batch sizes.")
+_SLOTS = 512
+
+
+def prompt_sets() -> dict[str, list[str]]:
+  """Returns the prompts by kind."""
+  edit = prompt_files.root("experiments/edit_prompts.jsonl")
+  golden = Path(prompt_files.root("tests/golden/prompts.txt")).read_text()
+  return {
+    "edit": prompt_files.read((), edit),
+    "chat": [*prompt_files.DEFAULT[1:], *golden.splitlines()[:6]],
+  }
+
+
+def measure(loaded, prompts: list[str], rows: int) -> dict[str, Any]:
+  """Decodes the prompts plainly and speculatively, in turn.
+
+  Returns:
+    Per engine the tokens/s of each round, emitted per step and what the
+    policy did; the ratio of the medians; how many texts are identical.
+  """
+  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
+  work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
+  common: dict[str, Any] = {"batch_size": rows, "slots": _SLOTS}
+  engines = {
+    "plain": make_engine(loaded, work, **common),
+    "speculative": make_engine(
+      loaded, work, drafter=_DRAFTER.value, policy=_POLICY.value, **common
+    ),
+  }
+  speeds: dict[str, list[float]] = {name: [] for name in engines}
+  texts: dict[str, dict[int, list[int]]] = {}
+  found: dict[str, Any] = {}
+  for round_ in range(_ROUNDS.value + 1):
+    for name, engine in engines.items():
+      engine.timing = metrics.Timing()
+      done = list(run(engine, work))
+      report = metrics.report(
+        metrics.Counts.sum([c.counts for c in done]),
+        engine.timing,
+        engine.policy_report(),
+      )
+      if round_:
+        speeds[name].append(report["decode_tokens_per_s"])
+      texts[name] = {c.prompt: c.ids for c in done}
+      found[name] = {
+        key: report[key]
+        for key in ("emitted", "steps", "emitted_per_step", "policy")
+      }
+  for name in engines:
+    found[name]["tokens_per_s"] = speeds[name]
+  medians = {name: statistics.median(x) for name, x in speeds.items()}
+  return {
+    **found,
+    "ratio": medians["speculative"] / medians["plain"],
+    "identical": sum(
+      texts["plain"][n] == texts["speculative"][n] for n in texts["plain"]
+    ),
+    "prompts": len(prompts),
+  }
+
+
+def main() -> None:
+  """Measures each kind at each batch size; writes after each."""
+  loaded = spec_jax.load(_MODEL.value)
+  record: dict[str, Any] = {
+    "environment": results.environment(),
+    "model": _MODEL.value,
+    "drafter": _DRAFTER.value,
+    "policy": _POLICY.value,
+    "slots": _SLOTS,
+    "cases": [],
+  }
+  for kind, prompts in prompt_sets().items():
+    for rows in _ROWS.value:
+      case = {"kind": kind, "rows": rows, **measure(loaded, prompts, rows)}
+      record["cases"].append(case)
+      print(
+        f"{kind}, {rows} rows: {case['ratio']:.2f} x plain, "
+        f"{case['speculative']['emitted_per_step']:.2f} tokens a step, "
+        f"identical {case['identical']} of {case['prompts']}",
+        flush=True,
+      )
+      if _OUT.value:
+        Path(_OUT.value).write_text(json.dumps(record, indent=2) + "\n")
+  print("done", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  launch.run(main)
