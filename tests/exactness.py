@@ -48,6 +48,8 @@ MORE = {
 }
 
 
+# With packed weights: what differs is the target's pass, not the drafter.
+PACKED = ("none", "chain", "tree_wor", "tree_top_k", "lookup", "chain_cost")
 # A batch of one row, once a kind; all else is one ragged batch.
 ALONE = ("none", "chain_1", "lookup_1")
 
@@ -59,9 +61,13 @@ def main(_):
   for model in laws_test.MODELS:
     if model == "packed" and kernels.why_not() is not None:
       continue
-    for drafter in [*laws_test.DRAFTERS, *laws_test.POLICIES]:
+    tables = laws_test.DRAFTERS, laws_test.POLICIES, laws_test.BLOCKS
+    for drafter in [name for table in tables for name in table]:
+      if model == "packed" and drafter not in PACKED:
+        continue
+      under = laws_test.BLOCKS.get(drafter, drafter)
       base, policy, policy_options = laws_test.POLICIES.get(
-        drafter, (drafter, "fixed", {})
+        under, (under, "fixed", {})
       )
       kind, options = laws_test.DRAFTERS[base]
       batches = [(256, "ragged")]
@@ -76,6 +82,7 @@ def main(_):
           "model": model,
           "drafter": kind,
           "options": options,
+          "verifier": "block" if drafter in laws_test.BLOCKS else "token",
           "policy": policy,
           "policy_options": policy_options,
           "batch": batch,
