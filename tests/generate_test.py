@@ -177,7 +177,7 @@ def test_a_text_ends_at_the_models_context(tmp_path):
   settings = Settings(max_new_tokens=500, stop_ids=())
   out = generate(loaded, "abcd", settings=settings, seed=0)
   (done,) = out.completions
-  assert (len(done.ids), done.finish_reason) == (28, "length")
+  assert (len(done.ids), done.finish_reason) == (28, "context")
   with pytest.raises(ValueError, match="32 tokens does not fit a context of"):
     generate(loaded, "a" * 32, settings=settings, seed=0)
   with pytest.raises(ValueError, match="33 slots, the model's context is 32"):
@@ -189,7 +189,7 @@ def test_slots_bound_prompt_and_text(loaded):
   settings = Settings(max_new_tokens=50, stop_ids=())
   out = generate(spoken("abcdefg"), [1] * 4, settings=settings, slots=16)
   assert len(out.ids[0]) == 12
-  assert out.completions[0].finish_reason == "length"
+  assert out.completions[0].finish_reason == "context"
   with pytest.raises(ValueError, match="4 tokens does not fit a context of 4"):
     generate(loaded, "abcd", settings=settings, slots=4)
 

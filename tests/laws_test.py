@@ -61,8 +61,10 @@ def sampling_of(settings):
     values = [s.get(name, off) for s in settings]
     dtype = jnp.int32 if name == "top_k" else jnp.float32
     arrays[name] = jnp.asarray(values, dtype)
-  bias = [s.get("bias", (0.0,) * V) for s in settings]
-  return Sampling(**arrays, bias=jnp.asarray(bias, jnp.float32))
+  if any("bias" in s for s in settings):
+    bias = [s.get("bias", (0.0,) * V) for s in settings]
+    arrays["bias"] = jnp.asarray(bias, jnp.float32)
+  return Sampling(**arrays)
 
 
 def request_of(prompts, settings, slots=SLOTS, new=NEW):
