@@ -191,6 +191,7 @@ def test_without_a_compiler_xla_does_the_work(tmp_path):
     """,
     PATH="",
     CXX="",
+    SPEC_JAX_CPU_KERNEL="",
     SPEC_JAX_CACHE=str(tmp_path),
   )
   assert out.count("no CPU kernel: there is no C++ compiler") == 1
