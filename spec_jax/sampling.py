@@ -217,7 +217,16 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
 def warp(
   logits_BV: Array, sampling: Sampling, counts: Counts | None = None
 ) -> Array:
-  """Turns raw logits into the law tokens are drawn from: `law(scores(...))`."""
+  """Turns raw logits into the law tokens are drawn from: `law(scores(...))`.
+
+  Args:
+    logits_BV: `[B, V]`.
+    sampling: settings per row.
+    counts: see `scores`.
+
+  Returns:
+    `[B, V]` float32, rows sum to 1.
+  """
   return law(scores(logits_BV, sampling, counts), sampling)
 
 
@@ -260,7 +269,16 @@ def draw(probs_BV: Array, uniform_B: Array) -> Array:
 
 
 def add_counts(counts: Counts, tokens_BJ: Array, live_BJ: Array) -> Counts:
-  """Counts more output tokens; entries that are not live are left out."""
+  """Counts more output tokens.
+
+  Args:
+    counts: so far.
+    tokens_BJ: `[B, J]` int32.
+    live_BJ: `[B, J]` bool; the other entries are left out.
+
+  Returns:
+    Counts of the same shapes.
+  """
   changes: dict[str, Array] = {}
   if counts.output is not None:
     V = counts.output.shape[-1]
@@ -274,7 +292,13 @@ def add_counts(counts: Counts, tokens_BJ: Array, live_BJ: Array) -> Counts:
 
 
 def path_counts(counts: Counts, tokens_BN: Array, visible_BN: Array) -> Counts:
-  """Returns the counts after the path to a node (the root is counted)."""
+  """Returns the counts after the path to a node (the root is counted).
+
+  Args:
+    counts: up to and with the root.
+    tokens_BN: `[B, N]` int32, the tree's tokens.
+    visible_BN: `[B, N]` bool, each row's node and its ancestors.
+  """
   below_root = jnp.arange(tokens_BN.shape[1])[None] > 0
   return add_counts(counts, tokens_BN, visible_BN & below_root)
 
@@ -342,6 +366,11 @@ def no_noise(batch: int, nodes: int, depth: int) -> Noise:
   """Returns zeros, for rows that are all greedy.
 
   Their laws are point masses, from which every uniform draws the same token.
+
+  Args:
+    batch: `B`.
+    nodes: `N`.
+    depth: `K`.
   """
   return Noise(
     draft=jnp.zeros((batch, nodes)),
