@@ -14,6 +14,7 @@ gap of 1e-3 or more, or more than 1 prompt in 40 parts.
 from collections.abc import Sequence
 import json
 from pathlib import Path
+import re
 from typing import Any
 
 from absl import flags
@@ -25,6 +26,9 @@ from spec_jax import Settings
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
+_CASES = flags.DEFINE_string(
+  "cases", "", "Regular expression: cases to run; lines of others are kept."
+)
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
 _TREE = (2, 2, 1)
 
@@ -133,6 +137,10 @@ def main() -> int:
       "batch": _BATCH.value,
     }
   ]
+  wanted = re.compile(_CASES.value)
+  if _CASES.value and _OUT.value and Path(_OUT.value).exists():
+    old = map(json.loads, Path(_OUT.value).read_text().splitlines()[1:])
+    lines += [x for x in old if not wanted.search(x["case"])]
   failed = False
 
   def generate(temperature, **arguments):
@@ -161,6 +169,7 @@ def main() -> int:
       failed = True
     line = {
       "case": name,
+      "commit": lines[0]["environment"]["commit"],
       "temperature": temperature,
       "compared_with": reference_name,
       "identical": len(prompts) - len(parted),
@@ -178,15 +187,18 @@ def main() -> int:
       Path(_OUT.value).write_text(text)
 
   plain = {0.0: generate(0.0)}
-  compare(
-    "plain",
-    0.0,
-    plain[0.0],
-    [c["output"] for c in golden["completions"]],
-    "transformers",
-  )
-  plain[1.0] = generate(1.0)
-  for name, arguments in cases():
+  if wanted.search("plain"):
+    compare(
+      "plain",
+      0.0,
+      plain[0.0],
+      [c["output"] for c in golden["completions"]],
+      "transformers",
+    )
+  chosen = [case for case in cases() if wanted.search(case[0])]
+  if any(deterministic(arguments) for _, arguments in chosen):
+    plain[1.0] = generate(1.0)
+  for name, arguments in chosen:
     for temperature in (0.0, 1.0):
       if temperature and not deterministic(arguments):
         continue
