@@ -335,10 +335,14 @@ class Engine:
     first: dict[int, float] = {}
     shown: dict[int, int] = {}
     if self._programs.policy.needs_costs and self._costs is None:
-      measuring, timing = time.perf_counter(), self.timing
+      timing, compiled = self.timing, self._programs.compiled()[0]
+      begun = time.perf_counter()
       self.set_costs(measure_costs(self))
+      spent = time.perf_counter() - begun
       self.timing = timing
-      self._add_time(measure_s=time.perf_counter() - measuring)
+      self._add_time(
+        measure_s=spent - (self._programs.compiled()[0] - compiled)
+      )
     state = self._programs.empty()
     if self._policy_state is not None:
       state = dataclasses.replace(state, policy=self._policy_state)
