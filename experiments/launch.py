@@ -12,6 +12,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from spec_jax import builtin, drafters, hub, length, programs, sharding
+from spec_jax.options import check_known
 from spec_jax.settings import Settings
 
 _DEVICE_FILES = (
@@ -128,25 +129,35 @@ def settings_of(sampling: ConfigDict) -> Settings:
   return settings
 
 
+def _set_options(config: ConfigDict, leave_out, kind: str, options) -> dict:
+  """Returns the options of a part that are set, checked by name.
+
+  Args:
+    config: the part; its `name` chooses what the options belong to.
+    leave_out: fields that are no options.
+    kind: what is chosen.
+    options: returns the options of a name.
+
+  Raises:
+    UserError: for an unknown name, or an option it does not have.
+  """
+  chosen = {
+    key: value
+    for key, value in config.items()
+    if key not in leave_out and value is not None
+  }
+  with user_errors():
+    check_known(f"{kind} {config.name!r}", chosen, options(config.name))
+  return chosen
+
+
 def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
   """Returns the options that are set, checked against the drafter's.
 
   Raises:
     UserError: for an unknown drafter, or an option it does not have.
   """
-  chosen = {
-    key: value
-    for key, value in drafter.items()
-    if key not in ("name", "draft") and value is not None
-  }
-  with user_errors():
-    known = drafters.options(drafter.name)
-  for key in chosen:
-    if key not in known:
-      raise UserError(
-        f"drafter {drafter.name!r} has no option {key!r}; it has "
-        f"{', '.join(known) or 'none'}"
-      )
+  chosen = _set_options(drafter, ("name", "draft"), "drafter", drafters.options)
   for key in ("tree", "parents"):
     if key in chosen:
       chosen[key] = tuple(chosen[key])
@@ -162,20 +173,10 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
     UserError: for an unknown policy, or an option it does not have.
   """
   policy = config.policy
-  chosen = {
-    key: value
-    for key, value in policy.items()
-    if key not in ("name", "costs") and value is not None
-  }
+  chosen = _set_options(
+    policy, ("name", "costs"), "length policy", length.options
+  )
   costs = tuple(float(x) for x in policy.costs) or None
-  with user_errors():
-    known = length.options(policy.name)
-  for key in chosen:
-    if key not in known:
-      raise UserError(
-        f"length policy {policy.name!r} has no option {key!r}; it has "
-        f"{', '.join(known) or 'none'}"
-      )
   return {
     "verifier": config.verifier,
     "policy": policy.name,
@@ -237,8 +238,8 @@ def inspect_draft(
     UserError: if it is missing, superfluous, or its vocabulary differs.
   """
   from spec_jax.pairing import (
+    check_layers,
     check_same_vocabulary,
-    choose_layers,
     parse_draft,
   )
 
@@ -256,15 +257,8 @@ def inspect_draft(
   if parsed == "target":
     return parsed
   if not isinstance(parsed, str):
-    config_ = target.loaded.model.config
-    layers = range(parsed) if isinstance(parsed, int) else parsed
     with user_errors():
-      if isinstance(parsed, int) and not 1 <= parsed <= config_.num_layers:
-        raise ValueError(
-          f"the draft's layers must be in [1, {config_.num_layers}], got "
-          f"{draft}"
-        )
-      choose_layers(config_, {"layers": [()] * config_.num_layers}, layers)
+      check_layers(target.loaded.model.config, parsed)
     return parsed
   opened = inspect(draft, config)
   with user_errors():

@@ -168,7 +168,8 @@ def plan(
       )
   jobs, origin = [], []
   for number, (prompt, s) in enumerate(zip(prompts, settings, strict=True)):
-    s.check(V)
+    own = loaded.stop_ids if s.stop_ids is None else s.stop_ids
+    dataclasses.replace(s, stop_ids=own).check(V)
     ids = encode(loaded.tokenizer, prompt)
     wrong = [i for i in ids if not 0 <= i < V]
     if wrong:
@@ -176,8 +177,6 @@ def plan(
         f"prompt {number} holds id {wrong[0]}, the vocabulary has {V} ids"
       )
     bits = sum(1 << stop_strings.index(x) for x in set(s.stop_strings))
-    own = loaded.stop_ids if s.stop_ids is None else s.stop_ids
-    dataclasses.replace(s, stop_ids=own).check(V)  # with the model's own
     for sample in range(s.num_samples):
       seeds = (seed, number) if s.seed is None else (s.seed,)
       jobs.append(Job(ids, s, (*seeds, sample), tuple(own), bits))

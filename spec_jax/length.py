@@ -7,7 +7,6 @@ target's whatever it decides.
 
 from collections.abc import Sequence
 import dataclasses
-import inspect
 from typing import Any
 
 import flax.struct
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
+from spec_jax.options import check_known, options_of
 
 
 def fixed(depth: int) -> LengthPolicy:
@@ -276,8 +276,7 @@ def options(name: str) -> dict[str, Any]:
     raise ValueError(
       f"unknown length policy {name!r}; there are {', '.join(POLICIES)}"
     )
-  parameters = inspect.signature(POLICIES[name]).parameters.values()
-  return {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY}
+  return options_of(POLICIES[name])
 
 
 def build(name: str, depth: int, **settings) -> LengthPolicy:
@@ -291,13 +290,7 @@ def build(name: str, depth: int, **settings) -> LengthPolicy:
   Raises:
     ValueError: for an unknown policy or option, or an option out of range.
   """
-  known = options(name)
-  unknown = sorted(set(settings) - set(known))
-  if unknown:
-    raise ValueError(
-      f"length policy {name!r} has no option {unknown[0]!r}; it has "
-      f"{', '.join(known) or 'none'}"
-    )
+  check_known(f"length policy {name!r}", settings, options(name))
   return POLICIES[name](depth, **settings)
 
 

@@ -17,7 +17,32 @@ def _build_short(config, dtype, scan_layers):
   return decoder.build(config, dtype=dtype, scan_layers=scan_layers)
 
 
-def choose_layers(config: Any, params: dict, layers: Sequence[int]):
+def check_layers(config: Any, draft: int | Sequence[int]) -> list[int]:
+  """Returns the layers that a number of first layers, or a list, stands for.
+
+  Args:
+    config: of the target.
+    draft: a number, or numbers of layers that rise.
+
+  Raises:
+    ValueError: if there is none, one is out of range, or they do not rise.
+  """
+  L = config.num_layers
+  if isinstance(draft, int):
+    if not 1 <= draft <= L:
+      raise ValueError(f"the draft's layers must be in [1, {L}], got {draft}")
+    return list(range(draft))
+  layers = [int(i) for i in draft]
+  if not layers or not all(0 <= i < L for i in layers):
+    raise ValueError(
+      f"the draft's layers must be in [0, {L - 1}], one at least, got {layers}"
+    )
+  if sorted(set(layers)) != layers:
+    raise ValueError(f"the draft's layers must rise, got {layers}")
+  return layers
+
+
+def choose_layers(config: Any, params: dict, draft: int | Sequence[int]):
   """Returns (config, params) of a model made of some layers of another.
 
   Embedding, final norm, output matrix and the layers' parameters are shared
@@ -28,22 +53,15 @@ def choose_layers(config: Any, params: dict, layers: Sequence[int]):
   Args:
     config: of the target.
     params: of the target.
-    layers: numbers of the layers to keep, rising.
+    draft: the layers to keep, see `check_layers`.
 
   Raises:
-    ValueError: if there is none, one is out of range, or they do not rise.
+    ValueError: see `check_layers`.
 
   Reference: Zhang et al. 2024 (Draft & Verify); Elhoushi et al. 2024
     (LayerSkip).
   """
-  L = config.num_layers
-  layers = [int(i) for i in layers]
-  if not layers or not all(0 <= i < L for i in layers):
-    raise ValueError(
-      f"the draft's layers must be in [0, {L - 1}], one at least, got {layers}"
-    )
-  if sorted(set(layers)) != layers:
-    raise ValueError(f"the draft's layers must rise, got {layers}")
+  layers = check_layers(config, draft)
   short = dataclasses.replace(
     config,
     num_layers=len(layers),
@@ -96,18 +114,8 @@ def resolve_draft(
     return draft.model, draft.params
   if draft == "target":
     return loaded.model, loaded.params
-  layers: Sequence[int] | None = None
-  if isinstance(draft, int) and not isinstance(draft, bool):
-    most = loaded.model.config.num_layers
-    if not 1 <= draft <= most:
-      raise ValueError(
-        f"the draft's layers must be in [1, {most}], got {draft}"
-      )
-    layers = range(draft)
-  elif isinstance(draft, list | tuple):
-    layers = draft
-  if layers is not None:
-    short, params = choose_layers(loaded.model.config, loaded.params, layers)
+  if isinstance(draft, int | list | tuple) and not isinstance(draft, bool):
+    short, params = choose_layers(loaded.model.config, loaded.params, draft)
     stacked = isinstance(params["layers"], dict)
     dtype = params["final_norm"].dtype
     return _build_short(short, dtype, stacked), params

@@ -225,8 +225,7 @@ def build_programs(
   def resume_rows(params, state, prefix, request, rows):
     R = rows.shape[0]
     start = rows_lib.take_rows(prefix, jnp.zeros((R,), jnp.int32))
-    new = rows_lib.put_rows(state, resume(params, start, request), rows)
-    return dataclasses.replace(new, policy=state.policy)
+    return rows_lib.start_rows(state, resume(params, start, request), rows)
 
   request = jax.eval_shape(lambda: make_request([], config, model, B))
   shape = jax.eval_shape(init, _abstract_params(model, draft, config), request)

@@ -201,6 +201,17 @@ def put_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
   return jax.tree.map(put, state, new)
 
 
+def start_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
+  """Starts other prompts in rows `[R]`: `put_rows`, but the policy's stay.
+
+  What a length policy knows of a row outlives the row's prompts.
+  """
+  policy = state.policy
+  others = dataclasses.replace(state, policy=None)
+  put = put_rows(others, dataclasses.replace(new, policy=None), rows)
+  return dataclasses.replace(put, policy=policy)
+
+
 def make_refill(init: Callable) -> Callable:
   """Makes `refill(params, state, request, rows_R) -> SpecState`.
 
@@ -209,8 +220,6 @@ def make_refill(init: Callable) -> Callable:
   """
 
   def refill(params, state, request, rows):
-    new = put_rows(state, init(params, request), rows)
-    # What a policy knows of a row outlives its prompts.
-    return dataclasses.replace(new, policy=state.policy)
+    return start_rows(state, init(params, request), rows)
 
   return refill

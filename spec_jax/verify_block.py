@@ -7,18 +7,7 @@ import jax.numpy as jnp
 
 from spec_jax.base import DETERMINISTIC, Array, Draft, Noise, Verdict
 from spec_jax.sampling import draw, one_hot, prob_of
-
-
-def _left(weight_B: Array, law_BV: Array, draft_law_BV: Array) -> Array:
-  """Returns `max(w p - q, 0)`, what a prefix of weight `w` leaves."""
-  return jnp.maximum(weight_B[:, None] * law_BV - draft_law_BV, 0.0)
-
-
-def _residual(weight_B: Array, law_BV: Array, draft_law_BV: Array) -> Array:
-  """Returns what is left, normalised; the law itself if nothing is."""
-  left = _left(weight_B, law_BV, draft_law_BV)
-  total = left.sum(-1, keepdims=True)
-  return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), law_BV)
+from spec_jax.verify import residual_law
 
 
 def verify_block(
@@ -73,7 +62,7 @@ def verify_block(
     weight, kept, kept_weight, chances = carry
     node = jnp.full((B,), i, jnp.int32)
     law, q = law_at(node), draft_law(node)
-    left = _left(weight, law, q).sum(-1)
+    left = jnp.maximum(weight[:, None] * law - q, 0.0).sum(-1)
     lost = 1 - weight
     chance = jnp.where(lost > 0, left / jnp.where(lost > 0, left + lost, 1), 1)
     chance = jnp.where(i == gamma, weight, chance)
@@ -97,7 +86,7 @@ def verify_block(
   )
   law = law_at(kept)
   whole = kept == gamma
-  residual = _residual(kept_weight, law, draft_law(kept))
+  residual = residual_law(kept_weight[:, None] * law, draft_law(kept))
   final = jnp.where(whole[:, None], law, residual)
   plain = jnp.take_along_axis(noise.plain, kept[:, None], 1)[:, 0]
   last = draw(final, jnp.where(whole, plain, noise.residual))

@@ -325,9 +325,11 @@ def _asked_too_late(monkeypatch):
 
 def _block_residual(monkeypatch):
   """The residual of token verification: the prefix's weight counts as 1."""
-  real = verify_block._residual
+  real = verify_block.residual_law
   monkeypatch.setattr(
-    verify_block, "_residual", lambda w, p, q: real(jnp.ones_like(w), p, q)
+    verify_block,
+    "residual_law",
+    lambda p, q: real(p / p.sum(-1, keepdims=True), q),
   )
 
 

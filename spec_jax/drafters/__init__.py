@@ -6,11 +6,11 @@ a draft model.
 """
 
 import importlib
-import inspect
 import pkgutil
 from typing import Any
 
 from spec_jax.base import Drafter, Model
+from spec_jax.options import check_known, options_of
 
 
 def names() -> list[str]:
@@ -29,11 +29,7 @@ def options(name: str) -> dict[str, Any]:
       f"unknown drafter {name!r}; there are {', '.join(names())}"
     )
   module = importlib.import_module(f"{__name__}.{name}")
-  return {
-    key: parameter.default
-    for key, parameter in inspect.signature(module.build).parameters.items()
-    if parameter.kind == parameter.KEYWORD_ONLY and key != "slots"
-  }
+  return options_of(module.build, leave_out=("slots",))
 
 
 def takes_draft(name: str) -> bool:
@@ -57,12 +53,6 @@ def build(
   Raises:
     ValueError: for an unknown drafter or option, or an option out of range.
   """
-  known = options(name)
-  unknown = sorted(set(settings) - set(known))
-  if unknown:
-    raise ValueError(
-      f"drafter {name!r} has no option {unknown[0]!r}; it has "
-      f"{', '.join(known) or 'none'}"
-    )
+  check_known(f"drafter {name!r}", settings, options(name))
   module = importlib.import_module(f"{__name__}.{name}")
   return module.build(target, draft, slots=slots, **settings)

@@ -118,11 +118,6 @@ def _trailing(weight: Array, ndim: int) -> Array:
   return weight.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
-def is_packed(weights: Mapping[str, Any]) -> bool:
-  """Tells whether a layer's matrices are packed for the CPU kernels."""
-  return kernels.is_packed(weights)
-
-
 def _mean(x: Array, packed: bool) -> Array:
   """Returns the mean of the last axis, kept; packed: by the CPU kernel."""
   if packed:

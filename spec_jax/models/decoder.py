@@ -166,7 +166,7 @@ def _build(
     raise ValueError(f"taps {taps} are not in [0, {c.num_layers}]")
 
   def norm(w, name, x):
-    how = {"packed": common.is_packed(w)}
+    how = {"packed": kernels.is_packed(w)}
     if c.norm == "layer":
       bias = w[f"{name}_bias"]
       return common.layer_norm(x, w[name], bias, c.norm_eps, **how)
@@ -181,7 +181,7 @@ def _build(
     q, k, v = (z.reshape(B, T, -1, E) for z in (q, k, v))
     if c.qk_norm:
       q, k = norm(w, "q_norm", q), norm(w, "k_norm", k)
-    packed = common.is_packed(w)
+    packed = kernels.is_packed(w)
     if angles is not None:
       turn = kernels.rotate if packed else rotate
       q, k = turn(q, angles), turn(k, angles)
