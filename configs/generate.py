@@ -50,7 +50,8 @@ def get_config() -> ConfigDict:
   config.drafter.draft_temperature = config_dict.placeholder(float)
 
   # token, or block: for chains that a draft model draws at random.
-  config.verifier = "token"
+  config.verifier = ConfigDict()
+  config.verifier.name = "token"
 
   # How deep to draft: cost (as deep as pays on this device, or not at all; what
   # a step costs is measured at the start), fixed, average, confidence, entropy.

@@ -4,9 +4,10 @@ from typing import Any
 
 from experiments.launch import UserError, policy_arguments, user_errors
 from spec_jax import metrics
-from spec_jax.generate import Work, make_engine, plan, run
+from spec_jax.generate import make_engine, run
 from spec_jax.hub import Loaded
 from spec_jax.settings import Settings
+from spec_jax.work import Work, plan
 
 # Tokens a conversation may hold unless told otherwise.
 _SLOTS = 2048

@@ -19,7 +19,8 @@ from absl import flags
 from experiments import launch, prompts as prompt_files, results
 import spec_jax
 from spec_jax import Settings, metrics
-from spec_jax.generate import make_engine, plan, run
+from spec_jax.generate import make_engine, run
+from spec_jax.work import plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")

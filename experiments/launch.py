@@ -11,7 +11,16 @@ from typing import Any, NoReturn
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from spec_jax import builtin, drafters, hub, length, programs, sharding
+from spec_jax import (
+  builtin,
+  drafters,
+  hub,
+  length,
+  programs,
+  sharding,
+  verifiers,
+)
+from spec_jax.drafting import check_fit
 from spec_jax.options import check_known
 from spec_jax.settings import Settings
 
@@ -177,8 +186,12 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
     policy, ("name", "costs"), "length policy", length.options
   )
   costs = tuple(float(x) for x in policy.costs) or None
+  judge = _set_options(
+    config.verifier, ("name",), "verifier", verifiers.options
+  )
   return {
-    "verifier": config.verifier,
+    "verifier": config.verifier.name,
+    "verifier_options": judge,
     "policy": policy.name,
     "policy_options": chosen,
     "costs": costs,
@@ -300,11 +313,20 @@ def check_sizes(
       slots=engine.slots or context,
       **options,
     )
-    chosen = policy_arguments(config)["policy_options"]
+    check_fit(
+      config.drafter.name,
+      drafter,
+      sampled=config.sampling.temperature > 0,
+      vocabulary=target.loaded.hashes.get("tokenizer"),
+    )
+    chosen = policy_arguments(config)
     if drafter.depth:
-      policy = length.build(config.policy.name, drafter.depth, **chosen)
+      options = chosen["policy_options"]
+      policy = length.build(config.policy.name, drafter.depth, **options)
       length.check(policy, drafter)
-      programs.choose_verifier(config.verifier, drafter)
+      verifiers.build(
+        config.verifier.name, drafter, **chosen["verifier_options"]
+      )
 
 
 def rows_of(config: ConfigDict, wanted: int, mesh) -> int:

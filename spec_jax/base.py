@@ -133,6 +133,8 @@ class Draft:
     probs: `[B, N, V]` float32 or None when every node is deterministic; row
       `i` is the law the children of node `i` were drawn from.
     acceptable: `[B, N]` bool; refused nodes are False. Node 0 is ignored.
+    read: `[B, N]` bool, nodes the target reads for the drafter's own use
+      though they cannot be accepted; None = there are none.
   """
 
   tokens: Array
@@ -142,6 +144,7 @@ class Draft:
   law: Array
   probs: Array | None
   acceptable: Array
+  read: Array | None = None
 
 
 @flax.struct.dataclass
@@ -178,6 +181,9 @@ class Verdict:
     residual: `[B, V]` float32, the law the last token was drawn from.
     plain: `[B, K + 1]` bool, True where a token was a plain draw from the
       target's law.
+    divergence: `[B, K + 1]` float32, of a lossy rule: total variation between
+      the law a token was drawn from, given the draft so far, and the target's;
+      None for a lossless rule.
   """
 
   path: Array
@@ -187,6 +193,7 @@ class Verdict:
   accept_prob: Array
   residual: Array
   plain: Array
+  divergence: Array | None = None
 
 
 @flax.struct.dataclass
@@ -266,6 +273,8 @@ class Tally:
     drafted_at: `[B, K]` int32, steps in which depth `i + 1` had an acceptable
       node under an accepted path (the chance was there).
     accepted_at: `[B, K]` int32, steps in which depth `i + 1` was accepted.
+    divergence: `[B]` float32, sum of `Verdict.divergence` over the tokens kept;
+      None for a lossless rule.
   """
 
   num_steps: Array
@@ -273,6 +282,7 @@ class Tally:
   num_accepted: Array
   drafted_at: Array
   accepted_at: Array
+  divergence: Array | None = None
 
 
 @flax.struct.dataclass
@@ -429,7 +439,7 @@ class Model(NamedTuple):
 class Drafter(NamedTuple):
   """A way to propose tokens, as pure functions.
 
-  `params` is the whole `{"target": ..., "draft": ...}`.
+  `params` is the whole `{"target": ..., "draft": ..., "tables": ...}`.
 
   Attributes:
     init: `init(batch) -> state`, every leaf leading with `batch`.
@@ -442,7 +452,15 @@ class Drafter(NamedTuple):
     depth: `K`.
     asks_policy: whether `propose` calls `context.extend`; drafters that copy
       have no law to show it.
-    random: whether nodes are drawn at random where a row samples.
+    laws: how nodes are drawn where a row samples: some of IID,
+      WITHOUT_REPLACEMENT and DETERMINISTIC.
+    tables: numpy arrays that its functions find in `params["tables"]`, shared
+      by all rows; None = it has none.
+    vocabulary: hash of the tokenizer the tables were made with, or None.
+    keep: `keep(old, new) -> state`, what a row that is refilled keeps of its
+      old state, `new` having read the new prompt; None = nothing.
+    host_driven: whether a step waits for the host.
+    greedy_only: whether it is defined for greedy rows only.
   """
 
   init: Callable
@@ -452,7 +470,12 @@ class Drafter(NamedTuple):
   num_nodes: int
   depth: int
   asks_policy: bool = False
-  random: bool = False
+  laws: tuple[int, ...] = (DETERMINISTIC,)
+  tables: PyTree = None
+  vocabulary: str | None = None
+  keep: Callable | None = None
+  host_driven: bool = False
+  greedy_only: bool = False
 
 
 class LengthPolicy(NamedTuple):

@@ -29,7 +29,7 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
     `K + 1` seconds, not falling.
   """
   programs, config = engine.programs, engine.config
-  K, B = programs.depth, config.batch_size
+  K, B = programs.drafter.depth, config.batch_size
   num = max(2, min(_PROMPT, config.slots - K - 2))
   period = min(_PERIOD, engine.model.config.vocab_size)
   job = Job(

@@ -1,11 +1,12 @@
-"""What several drafters need: the root token, a static tree, its layout."""
+"""What several drafters need: the root token, trees as arrays, a layout."""
 
 from typing import NamedTuple
 
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.base import Array, Context, Tree
+from spec_jax.base import Array, Context, Drafter, Tree
 
 
 def root_token(context: Context) -> Array:
@@ -19,6 +20,59 @@ def static_tree(tree: Tree, batch: int) -> dict[str, Array]:
     name: jnp.broadcast_to(jnp.asarray(x)[None], (batch, *x.shape))
     for name, x in tree._asdict().items()
   }
+
+
+def dynamic_tree(parents_BN: Array) -> dict[str, Array]:
+  """Returns the fields of `Draft` for trees that differ between rows.
+
+  Args:
+    parents_BN: -1 for the root, `parents[i] < i`.
+
+  Returns:
+    `parents [B, N]`, `depths [B, N]` and `visible [B, N, N]`, as a static tree
+    has them.
+  """
+  B, N = parents_BN.shape
+  rows = jnp.arange(B)
+
+  def add(i, carry):
+    depths, visible = carry
+    parent = jnp.maximum(parents_BN[:, i], 0)
+    return (
+      depths.at[:, i].set(depths[rows, parent] + 1),
+      visible.at[:, i].set(visible[:, i] | visible[rows, parent]),
+    )
+
+  depths = jnp.zeros((B, N), jnp.int32)
+  visible = jnp.broadcast_to(jnp.eye(N, dtype=bool)[None], (B, N, N))
+  depths, visible = lax.fori_loop(1, N, add, (depths, visible))
+  return {"parents": parents_BN, "depths": depths, "visible": visible}
+
+
+def check_fit(
+  name: str, drafter: Drafter, *, sampled: bool, vocabulary: str | None
+) -> None:
+  """Checks that a drafter goes with a model's tokenizer and the settings.
+
+  Args:
+    name: of the drafter.
+    drafter: as built.
+    sampled: whether a prompt is sampled at a temperature above 0.
+    vocabulary: hash of the target's tokenizer, None if it has none.
+
+  Raises:
+    ValueError: if its tables were made with another tokenizer, or it is for
+      greedy decoding only and a prompt is sampled.
+  """
+  if drafter.vocabulary not in (None, vocabulary):
+    raise ValueError(
+      f"the index of drafter {name!r} was made with another tokenizer than the "
+      f"model's: make it again with this model"
+    )
+  if drafter.greedy_only and sampled:
+    raise ValueError(
+      f"drafter {name!r} is for greedy decoding only: set temperature 0"
+    )
 
 
 # Tokens a draft model reads at the start of a step: the root and one pending

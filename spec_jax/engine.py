@@ -130,12 +130,17 @@ class Engine:
       self.params["costs"] = jnp.ones((self.depth + 1,), jnp.float32)
     if draft is not None:
       self.params["draft"] = draft_params
+    tables = self._programs.drafter.tables
+    if tables is not None:
+      self.params["tables"] = jax.tree.map(jnp.asarray, tables)
     if self.config.stop_strings:
       self.params["stops"] = jax.tree.map(jnp.asarray, automaton)
     if mesh is not None:
       self.params = jax.device_put(
         self.params,
-        params_shardings(model, draft, self.config, mesh, replicate_draft),
+        params_shardings(
+          model, draft, tables, self.config, mesh, replicate_draft
+        ),
       )
     self._costs: list[float] | None = None
     if costs is not None:
@@ -149,7 +154,7 @@ class Engine:
   @property
   def depth(self) -> int:
     """The drafter's depth `K`."""
-    return self._programs.depth
+    return self._programs.drafter.depth
 
   @property
   def costs(self) -> list[float] | None:
@@ -423,6 +428,7 @@ class Engine:
       accepted=int(tally.num_accepted),
       drafted_at=tuple(int(x) for x in tally.drafted_at),
       accepted_at=tuple(int(x) for x in tally.accepted_at),
+      divergence=None if tally.divergence is None else float(tally.divergence),
     )
     logprobs = None
     if state.logprobs is not None:

@@ -2,23 +2,20 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-import functools
-import secrets
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spec_jax import drafters, metrics, stops, text
 from spec_jax.base import SpecState, Tree
+from spec_jax.drafting import check_fit
 from spec_jax.engine import Engine, Finished
 from spec_jax.hub import Loaded
 from spec_jax.pairing import resolve_draft
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job, slots_for
 from spec_jax.settings import Settings, in_use
-
-# A prompt: text, token ids, or chat messages with "role" and "content".
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+from spec_jax.work import Prompt, Work, plan
 
 # Rows a run uses unless told otherwise.
 _BATCH = 8
@@ -86,107 +83,6 @@ class Generation:
     return [c.logprobs for c in self.completions]
 
 
-class Work(NamedTuple):
-  """Jobs and what decoding them back to text needs.
-
-  Attributes:
-    jobs: one a prompt and sample.
-    origin: (prompt, sample) of each job.
-    stop_strings: all stop strings of the run; bits of `Job.patterns`.
-    token_bytes: bytes of each id, or None without a tokenizer.
-    seed: the run's seed.
-  """
-
-  jobs: list[Job]
-  origin: list[tuple[int, int]]
-  stop_strings: tuple[str, ...]
-  token_bytes: list[bytes] | None
-  seed: int
-
-
-def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-  """Returns the ids of a prompt: text, ids as they are, or chat messages.
-
-  Raises:
-    ValueError: if it is empty or there is no tokenizer for it.
-  """
-  if not isinstance(prompt, str) and len(prompt) == 0:
-    raise ValueError("a prompt is empty")
-  if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-    return tuple(int(i) for i in prompt)  # type: ignore[arg-type]
-  if tokenizer is None:
-    raise ValueError("this model has no tokenizer: give prompts as token ids")
-  if isinstance(prompt, str):
-    return tuple(text.encode_prompt(tokenizer, prompt))
-  return tuple(text.encode_chat(tokenizer, prompt))  # type: ignore[arg-type]
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-  added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-  return {
-    *tokenizer.all_special_tokens,
-    *(str(token) for token in added if token.special),
-  }
-
-
-@functools.lru_cache(maxsize=4)
-def _token_bytes_of(tokenizer: Any, vocab_size: int) -> list[bytes]:
-  return text.token_bytes(tokenizer, vocab_size)
-
-
-def plan(
-  loaded: Loaded,
-  prompts: Sequence[Prompt],
-  settings: Settings | Sequence[Settings],
-  seed: int | None,
-) -> Work:
-  """Checks settings and turns prompts into jobs; no forward pass.
-
-  Raises:
-    ValueError: for a setting out of range, an empty prompt, a token id outside
-      the vocabulary, or stop strings without a tokenizer.
-  """
-  V = loaded.model.config.vocab_size
-  if isinstance(settings, Settings):
-    settings = [settings] * len(prompts)
-  if len(settings) != len(prompts):
-    raise ValueError(f"{len(settings)} settings for {len(prompts)} prompts")
-  seed = secrets.randbits(32) if seed is None else seed
-  if not 0 <= seed < 2**63:
-    raise ValueError(f"seed must be in [0, 2**63), got {seed}")
-  stop_strings = tuple(
-    dict.fromkeys(x for s in settings for x in s.stop_strings)
-  )
-  if stop_strings and loaded.tokenizer is None:
-    raise ValueError("stop strings need a tokenizer, this model has none")
-  special = _special_tokens(loaded.tokenizer) if stop_strings else set()
-  for string in stop_strings:
-    if string in special:
-      raise ValueError(
-        f"stop string {string!r} is a special token, which no text shows: "
-        f"use stop_ids with {loaded.tokenizer.convert_tokens_to_ids(string)}"
-      )
-  jobs, origin = [], []
-  for number, (prompt, s) in enumerate(zip(prompts, settings, strict=True)):
-    own = loaded.stop_ids if s.stop_ids is None else s.stop_ids
-    dataclasses.replace(s, stop_ids=own).check(V)
-    ids = encode(loaded.tokenizer, prompt)
-    wrong = [i for i in ids if not 0 <= i < V]
-    if wrong:
-      raise ValueError(
-        f"prompt {number} holds id {wrong[0]}, the vocabulary has {V} ids"
-      )
-    bits = sum(1 << stop_strings.index(x) for x in set(s.stop_strings))
-    for sample in range(s.num_samples):
-      seeds = (seed, number) if s.seed is None else (s.seed,)
-      jobs.append(Job(ids, s, (*seeds, sample), tuple(own), bits))
-      origin.append((number, sample))
-  table = None
-  if loaded.tokenizer is not None:
-    table = _token_bytes_of(loaded.tokenizer, V)
-  return Work(jobs, origin, stop_strings, table, seed)
-
-
 def make_engine(
   loaded: Loaded,
   work: Work,
@@ -195,6 +91,7 @@ def make_engine(
   draft: Loaded | str | int | Sequence[int] | None = None,
   options: Mapping[str, Any] | None = None,
   verifier: str = "token",
+  verifier_options: Mapping[str, Any] | None = None,
   policy: str = "fixed",
   policy_options: Mapping[str, Any] | None = None,
   costs: Sequence[float] | None = None,
@@ -216,7 +113,8 @@ def make_engine(
     draft: the draft model: another loaded model, "target" for the target
       itself, a number of the target's first layers, or a list of layers.
     options: the drafter's options.
-    verifier: "token", or "block" for chains drawn at random.
+    verifier: how drafts are judged, a key of `verifiers.VERIFIERS`.
+    verifier_options: the verifier's options.
     policy: how deep to draft, a key of `length.POLICIES`.
     policy_options: the policy's options.
     costs: see `Engine`.
@@ -256,6 +154,7 @@ def make_engine(
     drafter=drafter,
     options=tuple(sorted(options.items())),
     verifier=verifier,
+    verifier_options=tuple(sorted((verifier_options or {}).items())),
     policy=policy,
     policy_options=tuple(sorted((policy_options or {}).items())),
     batch_size=batch_size,
@@ -282,6 +181,12 @@ def make_engine(
     mesh=mesh,
     replicate_draft=replicate_draft,
     costs=costs,
+  )
+  check_fit(
+    drafter,
+    machine.programs.drafter,
+    sampled="temperature" in config.use,
+    vocabulary=loaded.hashes.get("tokenizer"),
   )
   machine.stop_strings = work.stop_strings
   return machine

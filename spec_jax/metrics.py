@@ -26,6 +26,8 @@ class Counts:
     accepted: draft tokens accepted and kept.
     drafted_at: per depth, steps in which it had its chance.
     accepted_at: per depth, steps in which it was accepted.
+    divergence: of a lossy rule, total variation between the law of each token
+      and the target's, added up; None for a lossless rule.
   """
 
   emitted: int = 0
@@ -34,6 +36,7 @@ class Counts:
   accepted: int = 0
   drafted_at: tuple[int, ...] = ()
   accepted_at: tuple[int, ...] = ()
+  divergence: float | None = None
 
   @staticmethod
   def sum(parts: Sequence["Counts"]) -> "Counts":
@@ -45,6 +48,7 @@ class Counts:
       padded = [np.pad(r, (0, width - len(r))) for r in rows if len(r)]
       return tuple(int(x) for x in np.sum(padded, 0)) if padded else ()
 
+    lossy = [p.divergence for p in parts if p.divergence is not None]
     return Counts(
       emitted=sum(p.emitted for p in parts),
       steps=sum(p.steps for p in parts),
@@ -52,6 +56,7 @@ class Counts:
       accepted=sum(p.accepted for p in parts),
       drafted_at=add("drafted_at"),
       accepted_at=add("accepted_at"),
+      divergence=sum(lossy) if lossy else None,
     )
 
   def rates(self) -> dict[str, Any]:
@@ -105,7 +110,8 @@ def report(
   """Returns counts, rates and speeds of a run as one dict.
 
   `decode_tokens_per_s` is all tokens over all decode time, not a mean of
-  ratios.
+  ratios. `divergence` is the mean over the tokens of a lossy run of the total
+  variation between the law each was drawn from and the target's.
 
   Args:
     counts: of all completions.
@@ -122,6 +128,10 @@ def report(
     "steps": counts.steps,
     "drafted": counts.drafted,
     "accepted": counts.accepted,
+    "lossy": counts.divergence is not None,
+    "divergence": None
+    if counts.divergence is None
+    else counts.divergence / max(counts.emitted, 1),
     **counts.rates(),
     "prompt_tokens": timing.num_prompt_tokens,
     "compile_s": timing.compile_s,

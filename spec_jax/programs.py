@@ -15,11 +15,10 @@ from spec_jax import (
   rows as rows_lib,
   sharding,
   step as steps,
+  verifiers,
 )
 from spec_jax.base import Drafter, LengthPolicy, Model, PyTree
 from spec_jax.requests import make_request
-from spec_jax.verify import verify
-from spec_jax.verify_block import verify_block
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
 # many as a CPU reads at about the same price.
@@ -35,8 +34,8 @@ class EngineConfig:
   Attributes:
     drafter: a file of `spec_jax/drafters`.
     options: the drafter's options, as sorted pairs.
-    verifier: "token" (any tree) or "block" (chains drawn at random: keeps at
-      least as much).
+    verifier: a rule's name, see `verifiers.VERIFIERS`.
+    verifier_options: its options, as sorted pairs.
     policy: a length policy's name, see `length.POLICIES`.
     policy_options: its options, as sorted pairs.
     batch_size: rows.
@@ -54,6 +53,7 @@ class EngineConfig:
   drafter: str = "none"
   options: tuple[tuple[str, Any], ...] = ()
   verifier: str = "token"
+  verifier_options: tuple[tuple[str, Any], ...] = ()
   policy: str = "fixed"
   policy_options: tuple[tuple[str, Any], ...] = ()
   batch_size: int = 1
@@ -86,32 +86,12 @@ class EngineConfig:
     return dataclasses.replace(
       self,
       verifier="token" if plain else self.verifier,
+      verifier_options=() if plain else self.verifier_options,
       policy="fixed" if plain else self.policy,
       policy_options=() if plain else self.policy_options,
       chunk=self.chunk or (_CHUNK_CPU if cpu else _CHUNK),
       refill_rows=min(refill, self.batch_size),
     )
-
-
-def choose_verifier(name: str, drafter: Drafter) -> Callable:
-  """Returns the verifier of that name, if it can judge the drafter's trees.
-
-  Raises:
-    ValueError: if there is no such verifier, or it wants chains drawn at
-      random and the drafter makes others.
-  """
-  if name == "token":
-    return verify
-  if name != "block":
-    raise ValueError(f"verifier must be token or block, got {name!r}")
-  if drafter.num_nodes != drafter.depth + 1:
-    raise ValueError("block verification is for chains, not for trees")
-  if not drafter.random:
-    raise ValueError(
-      "block verification needs tokens drawn at random, and this drafter's are "
-      "certain: use the verifier 'token'"
-    )
-  return verify_block
 
 
 class Program:
@@ -152,14 +132,14 @@ class Program:
 class Programs(NamedTuple):
   """The compiled functions of one static configuration."""
 
+  drafter: Drafter
+  lossy: bool
   policy: LengthPolicy
   empty: Callable
   refill: Program
   resume: Program
   decode: Program
   trace: Program | None
-  num_nodes: int
-  depth: int
   widths: tuple[int, ...]
 
   def compiled(self) -> tuple[float, int]:
@@ -198,6 +178,9 @@ def build_programs(
   policy = length.build(
     config.policy, drafter.depth, **dict(config.policy_options)
   )
+  verifier = verifiers.build(
+    config.verifier, drafter, **dict(config.verifier_options)
+  )
   B, S = config.batch_size, config.slots
   init, resume = rows_lib.make_init(
     model,
@@ -206,12 +189,12 @@ def build_programs(
     slots=S,
     chunk=config.chunk,
     logprobs=config.logprobs is not None,
+    lossy=verifier.lossy,
   )
-  verifier = choose_verifier(config.verifier, drafter)
   # A step that may propose nothing should then cost what plain decoding does.
   always = config.policy == "fixed" and drafter.asks_policy
   more: dict[str, Any] = {
-    "verifier": verifier,
+    "verifier": verifier.verify,
     "widths": () if always else _WIDTHS,
   }
   more |= sharding.pins(mesh, B)
@@ -225,10 +208,12 @@ def build_programs(
   def resume_rows(params, state, prefix, request, rows):
     R = rows.shape[0]
     start = rows_lib.take_rows(prefix, jnp.zeros((R,), jnp.int32))
-    return rows_lib.start_rows(state, resume(params, start, request), rows)
+    new = resume(params, start, request)
+    return rows_lib.start_rows(state, new, rows, drafter.keep)
 
   request = jax.eval_shape(lambda: make_request([], config, model, B))
-  shape = jax.eval_shape(init, _abstract_params(model, draft, config), request)
+  abstract = _abstract_params(model, draft, drafter.tables)
+  shape = jax.eval_shape(init, abstract, request)
 
   def empty():
     def zeros(x):
@@ -252,7 +237,9 @@ def build_programs(
       shape, model, mesh, draft=draft, replicate_draft=replicate_draft
     )
     placed = {
-      "params": params_shardings(model, draft, config, mesh, replicate_draft),
+      "params": params_shardings(
+        model, draft, drafter.tables, config, mesh, replicate_draft
+      ),
       "state": rows,
     }
     empty_jit = jax.jit(empty, out_shardings=rows)
@@ -284,29 +271,32 @@ def build_programs(
       True,
     )
   return Programs(
+    drafter=drafter,
+    lossy=verifier.lossy,
     policy=policy,
     empty=empty_jit,
-    refill=program(rows_lib.make_refill(init), 2, False),
+    refill=program(rows_lib.make_refill(init, drafter.keep), 2, False),
     resume=program(resume_rows, 3, False),
     decode=program(decode, 2, True),
     trace=traced,
-    num_nodes=drafter.num_nodes,
-    depth=drafter.depth,
     widths=more["widths"],
   )
 
 
-def _abstract_params(model, draft, config) -> dict[str, PyTree]:
+def _abstract_params(model, draft, tables) -> dict[str, PyTree]:
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = {"target": jax.eval_shape(model.init, key)}
   if draft is not None:
     params["draft"] = jax.eval_shape(draft.init, key)
+  if tables is not None:
+    params["tables"] = tables
   return params
 
 
 def params_shardings(
   model: Model,
   draft: Model | None,
+  tables: PyTree,
   config: EngineConfig,
   mesh,
   replicate_draft: bool,
@@ -316,6 +306,7 @@ def params_shardings(
   Args:
     model: the target.
     draft: the draft model, or None.
+    tables: of the drafter, or None.
     config: whether there are stop strings.
     mesh: of axes 'data' and 'model'.
     replicate_draft: keep the draft whole on each device.
@@ -330,4 +321,6 @@ def params_shardings(
     out["stops"] = whole
   if length.build(config.policy, 1).needs_costs:
     out["costs"] = whole
+  if tables is not None:
+    out["tables"] = jax.tree.map(lambda x: whole, tables)
   return out

@@ -66,6 +66,7 @@ def make_init(
   slots: int,
   chunk: int,
   logprobs: bool = False,
+  lossy: bool = False,
 ) -> tuple[Callable, Callable]:
   """Makes the functions that read prompts.
 
@@ -76,6 +77,7 @@ def make_init(
     slots: `S`, tokens a row may hold; also the width of the token buffer.
     chunk: prompt tokens read in one pass.
     logprobs: whether the state records log-probabilities.
+    lossy: whether the state records how far the law is from the target's.
 
   Returns:
     `init(params, request) -> SpecState`: fresh rows, and
@@ -154,7 +156,14 @@ def make_init(
       stops=stops,
       counts=counts,
       logprobs=jnp.zeros((B, W), jnp.float32) if logprobs else None,
-      tally=Tally(zeros, zeros, zeros, per_depth, per_depth),
+      tally=Tally(
+        zeros,
+        zeros,
+        zeros,
+        per_depth,
+        per_depth,
+        jnp.zeros((B,), jnp.float32) if lossy else None,
+      ),
       target=target,
       draft=draft,
       policy=policy_state,
@@ -201,25 +210,36 @@ def put_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
   return jax.tree.map(put, state, new)
 
 
-def start_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
+def start_rows(
+  state: SpecState,
+  new: SpecState,
+  rows: Array,
+  keep: Callable | None = None,
+) -> SpecState:
   """Starts other prompts in rows `[R]`: `put_rows`, but the policy's stay.
 
-  What a length policy knows of a row outlives the row's prompts.
+  What a length policy knows of a row outlives the row's prompts, and so does
+  what a drafter wants to `keep`, see `Drafter`.
   """
   policy = state.policy
+  if keep is not None:
+    old = jax.tree.map(
+      lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), state.draft
+    )
+    new = dataclasses.replace(new, draft=keep(old, new.draft))
   others = dataclasses.replace(state, policy=None)
   put = put_rows(others, dataclasses.replace(new, policy=None), rows)
   return dataclasses.replace(put, policy=policy)
 
 
-def make_refill(init: Callable) -> Callable:
+def make_refill(init: Callable, keep: Callable | None = None) -> Callable:
   """Makes `refill(params, state, request, rows_R) -> SpecState`.
 
   Reads `R` new prompts and puts them into the given rows of a running state;
-  an entry `>= B` of `rows` is a row to leave out.
+  an entry `>= B` of `rows` is a row to leave out. `keep`: see `Drafter`.
   """
 
   def refill(params, state, request, rows):
-    return start_rows(state, init(params, request), rows)
+    return start_rows(state, init(params, request), rows, keep)
 
   return refill

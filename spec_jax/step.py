@@ -198,7 +198,7 @@ def _score(
   positions: Array,
   sizes: tuple[int, ...],
 ) -> Output:
-  """Reads the tree up to the last node that may be accepted.
+  """Reads the tree up to the last node that may be accepted or is wanted.
 
   The rest of the output, of nodes that nobody will arrive at, is 0.
   """
@@ -235,7 +235,10 @@ def _score(
   operands = params, cache, draft.tokens, positions, draft.visible
   if len(sizes) == 1:
     return read(N, operands)
-  needed = 1 + jnp.where(draft.acceptable, jnp.arange(N)[None], 0).max()
+  wanted = draft.acceptable
+  if draft.read is not None:
+    wanted = wanted | draft.read
+  needed = 1 + jnp.where(wanted, jnp.arange(N)[None], 0).max()
   index = (needed > jnp.array(sizes[:-1])).sum()
   return lax.switch(
     index, [functools.partial(read, n) for n in sizes], operands
@@ -294,6 +297,9 @@ def _cut(
     tokens=jnp.where(live, verdict.tokens, -1),
     num_tokens=num,
     num_accepted=jnp.minimum(verdict.num_accepted, num),
+    divergence=None
+    if verdict.divergence is None
+    else jnp.where(live, verdict.divergence, 0.0),
   )
   return kept, stops, reason
 
@@ -336,12 +342,16 @@ def _count(
   tally: Tally, draft: Draft, kept: Verdict, outcome: Outcome
 ) -> Tally:
   """Adds one step to the tally."""
+  divergence = tally.divergence
+  if divergence is not None and kept.divergence is not None:
+    divergence = divergence + kept.divergence.sum(1)
   return Tally(
     num_steps=tally.num_steps + outcome.running,
     num_drafted=tally.num_drafted + draft.acceptable.sum(1),
     num_accepted=tally.num_accepted + kept.num_accepted,
     drafted_at=tally.drafted_at + outcome.chance,
     accepted_at=tally.accepted_at + outcome.accepted,
+    divergence=divergence,
   )
 
 

@@ -46,19 +46,19 @@ _MISTAKES = {
     "looks at the draft's law, and this drafter has none",
   ),
   "block of copies": (
-    ["--config.verifier=block"],
+    ["--config.verifier.name=block"],
     "block verification needs tokens drawn at random",
   ),
   "block of a tree": (
     [
-      "--config.verifier=block",
+      "--config.verifier.name=block",
       "--config.drafter.name=vanilla",
       "--config.drafter.draft=target",
       "--config.drafter.tree=(2, 1)",
     ],
     "block verification is for chains, not for trees",
   ),
-  "verifier": (["--config.verifier=x"], "verifier must be token or block"),
+  "verifier": (["--config.verifier.name=x"], "unknown verifier 'x'; there are"),
   "not a number": ([f"{_SAMPLING}top_p=x"], "could not convert string to"),
   "top_p 0": ([f"{_SAMPLING}top_p=0"], "top_p must be in (0, 1], got 0.0"),
   "top_p 1.5": ([f"{_SAMPLING}top_p=1.5"], "top_p must be in (0, 1], got 1.5"),

@@ -16,10 +16,10 @@ import pytest
 from spec_jax import drafters, rows as rows_lib
 from spec_jax.base import DETERMINISTIC, IID, LENGTH, STOP_ID
 from spec_jax.settings import Settings, in_use
-from tests import fakes, laws_test, reference
+from tests import cases as cases_lib, fakes, laws_test, reference
 
 V, SLOTS, NEW = 13, 64, 24
-CASES = fakes.cases()
+CASES = cases_lib.cases()
 PROMPTS = [
   [5],
   [1, 2, 3, 1, 2, 3, 1, 2],
@@ -48,7 +48,7 @@ def rig_of(key):
   """The case on a target whose draft is a noisy copy of it."""
   model, params = fakes.tiny(V)
   draft = (model, fakes.noisy(params))
-  return fakes.rig_of(
+  return cases_lib.rig_of(
     CASES[key],
     (model, params),
     draft,
@@ -222,7 +222,7 @@ def test_a_batch_of_one_gives_what_a_batch_of_three_gives():
   settings = [Settings(temperature=t, max_new_tokens=9) for t in (0, 1, 0.8)]
   prompts = [[1, 2, 3], [4, 5, 4] * 3, [6]]
   model, params = fakes.tables(V, period=4)
-  rig = fakes.rig_of(
+  rig = cases_lib.rig_of(
     CASES["vanilla-tree_iid"],
     (model, params),
     (model, fakes.noisy(params)),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +203,8 @@ class Rig:
       )
     self.drafter = drafter
     self.params = {"target": params, "draft": draft_params}
+    if drafter.tables is not None:
+      self.params["tables"] = jax.tree.map(jnp.asarray, drafter.tables)
     if stops is not None:
       self.params["stops"] = stops
     self.slots, self.use = slots, use
@@ -301,43 +302,6 @@ def outputs(state) -> list[list[int]]:
   tokens = np.asarray(state.tokens)
   begin, end = np.asarray(state.prompt_length), np.asarray(state.length)
   return [t[b:e].tolist() for t, b, e in zip(tokens, begin, end, strict=True)]
-
-
-class Case(NamedTuple):
-  """A drafter with options, and how to build it on any target."""
-
-  name: str
-  options: dict
-  deterministic: bool
-
-
-# Options beside the defaults, by drafter; a drafter that is not named here is
-# tested with its defaults.
-_VARIANTS: dict[str, dict[str, dict]] = {
-  "vanilla": {
-    "tree_iid": {"tree": (2, 2, 1)},
-    "tree_wor": {"tree": (3, 1), "siblings": "without_replacement"},
-    "tree_top_k": {"tree": (2, 1, 1), "siblings": "top_k"},
-  },
-}
-
-
-def cases() -> dict[str, Case]:
-  """Returns every drafter of the package, with its options to be tested."""
-  found = {}
-  for name in drafters.names():
-    for label, options in {"": {}, **_VARIANTS.get(name, {})}.items():
-      deterministic = (
-        name in ("none", "prompt_lookup") or options.get("siblings") == "top_k"
-      )
-      key = f"{name}-{label}" if label else name
-      found[key] = Case(name, options, deterministic)
-  return found
-
-
-def rig_of(case: Case, target, draft, **kwargs) -> Rig:
-  """Builds the rig of a case; drafters without a model get none."""
-  return Rig(target, case.name, draft=draft, options=case.options, **kwargs)
 
 
 def map_caches(function: Callable, state):

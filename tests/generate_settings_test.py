@@ -13,8 +13,9 @@ from generating import (
 import numpy as np
 import pytest
 
-from spec_jax.generate import generate, make_engine, plan, run as run_work
+from spec_jax.generate import generate, make_engine, run as run_work
 from spec_jax.settings import Settings
+from spec_jax.work import plan
 
 
 def test_settings_belong_to_rows(loaded):

@@ -114,6 +114,8 @@ def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
   kind, options = DRAFTERS[name]
   drafter = drafters.build(kind, model, draft_model, slots=SLOTS, **options)
+  if drafter.tables is not None:
+    params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
   policy = length.build(how, drafter.depth, **policy_options)
   if policy.needs_costs:
     params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from tiny_tokenizer import byte_level_tokenizer
 
-from spec_jax.generate import generate, make_engine, plan, run
+from spec_jax.generate import generate, make_engine, run
 from spec_jax.hub import Loaded
 from spec_jax.models import table
 from spec_jax.settings import Settings, in_use, to_arrays
 from spec_jax.text import token_bytes
+from spec_jax.work import plan
 
 V, PERIOD = 300, 2
 PROMPT = [65, 66, 67]

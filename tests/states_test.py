@@ -12,8 +12,9 @@ from generating import (
 )
 import pytest
 
-from spec_jax.generate import plan, shared_prefix
+from spec_jax.generate import shared_prefix
 from spec_jax.settings import Settings
+from spec_jax.work import plan
 
 
 @pytest.mark.parametrize(

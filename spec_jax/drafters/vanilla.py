@@ -144,7 +144,7 @@ class _Vanilla:
       num_nodes=self.tree.num_nodes,
       depth=self.tree.depth,
       asks_policy=True,
-      random=self.siblings != DETERMINISTIC,
+      laws=(self.siblings,),
     )
 
   def read(self, params, tokens, positions, cache, block, visible, **kwargs):

@@ -1,0 +1,55 @@
+"""Every drafter of the package with the options it is tested with."""
+
+from typing import NamedTuple
+
+from spec_jax import drafters
+from spec_jax.base import DETERMINISTIC
+from tests import fakes
+
+
+class Case(NamedTuple):
+  """A drafter with options, and how to build it on any target."""
+
+  name: str
+  options: dict
+
+  def build(self, model, draft, slots: int):
+    """Builds the drafter for a target and a draft model."""
+    vocab = model.config.vocab_size
+    options = {
+      k: v(vocab) if callable(v) else v for k, v in self.options.items()
+    }
+    return drafters.build(self.name, model, draft, slots=slots, **options)
+
+  @property
+  def deterministic(self) -> bool:
+    """Whether no token is drawn at random, in rows that sample too."""
+    model, _ = fakes.tiny()
+    return self.build(model, model, 64).laws == (DETERMINISTIC,)
+
+
+# Options by drafter and label; a drafter that is not named here is tested with
+# its defaults. An option may be a function of the vocabulary's size.
+_VARIANTS: dict[str, dict[str, dict]] = {
+  "vanilla": {
+    "": {},
+    "tree_iid": {"tree": (2, 2, 1)},
+    "tree_wor": {"tree": (3, 1), "siblings": "without_replacement"},
+    "tree_top_k": {"tree": (2, 1, 1), "siblings": "top_k"},
+  },
+}
+
+
+def cases() -> dict[str, Case]:
+  """Returns every drafter of the package, with its options to be tested."""
+  found = {}
+  for name in drafters.names():
+    for label, options in _VARIANTS.get(name, {"": {}}).items():
+      found[f"{name}-{label}" if label else name] = Case(name, options)
+  return found
+
+
+def rig_of(case: Case, target, draft, *, slots: int = 64, **kwargs):
+  """Builds the rig of a case: `target` and `draft` are (model, params)."""
+  drafter = case.build(target[0], draft[0], slots)
+  return fakes.Rig(target, drafter, draft=draft, slots=slots, **kwargs)
