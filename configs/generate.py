@@ -8,6 +8,7 @@ the drafter's own default.
 
 from ml_collections import ConfigDict, config_dict
 
+from spec_jax import drafters, length, verifiers
 from spec_jax.settings import Settings
 
 
@@ -34,40 +35,31 @@ def get_config() -> ConfigDict:
   config.system = ""
 
   config.drafter = ConfigDict()
-  # none, prompt_lookup or vanilla.
+  # A file of spec_jax/drafters.
   config.drafter.name = "prompt_lookup"
-  # Of vanilla: a model's name, "target", a number of the target's first
-  # layers, or layers like "0-5,24-29".
+  # Of drafters that ask a draft model: a model's name, "target", a number of
+  # the target's first layers, or layers like "0-5,24-29".
   config.drafter.draft = ""
-  # Options of the drafters; None = the drafter's own default.
-  config.drafter.num_draft = config_dict.placeholder(int)
-  config.drafter.max_ngram = config_dict.placeholder(int)
-  config.drafter.min_ngram = config_dict.placeholder(int)
-  config.drafter.match = config_dict.placeholder(str)
-  config.drafter.tree = config_dict.placeholder(tuple)
-  config.drafter.parents = config_dict.placeholder(tuple)
-  config.drafter.siblings = config_dict.placeholder(str)
-  config.drafter.draft_temperature = config_dict.placeholder(float)
+  # Options of the drafters, see their files; None = the drafter's own default.
+  for option, kind in drafters.option_types().items():
+    config.drafter[option] = config_dict.placeholder(kind)
 
   # token, or block: for chains that a draft model draws at random.
   config.verifier = ConfigDict()
   config.verifier.name = "token"
+  # Options of the verifiers; None = the verifier's own default.
+  for option, kind in verifiers.option_types().items():
+    config.verifier[option] = config_dict.placeholder(kind)
 
   # How deep to draft: cost (as deep as pays on this device, or not at all; what
   # a step costs is measured at the start), fixed, average, confidence, entropy.
   config.policy = ConfigDict()
   config.policy.name = "cost"
-  # Options of the policies; None = the policy's own default.
   # Seconds of a step by depth, from another run's manifest; () = measured.
   config.policy.costs = ()
-  config.policy.probe = config_dict.placeholder(int)
-  config.policy.budget = config_dict.placeholder(float)
-  config.policy.margin = config_dict.placeholder(float)
-  config.policy.memory = config_dict.placeholder(float)
-  config.policy.prior = config_dict.placeholder(float)
-  config.policy.start = config_dict.placeholder(int)
-  config.policy.threshold = config_dict.placeholder(float)
-  config.policy.scale = config_dict.placeholder(float)
+  # Options of the policies; None = the policy's own default.
+  for option, kind in length.option_types().items():
+    config.policy[option] = config_dict.placeholder(kind)
 
   config.sampling = ConfigDict()
   for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

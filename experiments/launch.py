@@ -168,10 +168,8 @@ def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
   """
   chosen = _set_options(drafter, ("name", "draft"), "drafter", drafters.options)
   for key in ("tree", "parents"):
-    if key in chosen:
-      chosen[key] = tuple(chosen[key])
-      if not all(type(i) is int for i in chosen[key]):
-        raise UserError(f"{key} holds integers, got {chosen[key]}")
+    if key in chosen and not all(type(i) is int for i in chosen[key]):
+      raise UserError(f"{key} holds integers, got {chosen[key]}")
   return chosen
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
-from spec_jax.options import check_known, options_of
+from spec_jax.options import check_known, options_of, types_of
 
 
 def fixed(depth: int) -> LengthPolicy:
@@ -277,6 +277,14 @@ def options(name: str) -> dict[str, Any]:
       f"unknown length policy {name!r}; there are {', '.join(POLICIES)}"
     )
   return options_of(POLICIES[name])
+
+
+def option_types() -> dict[str, type]:
+  """Returns every option that a policy has, and its type."""
+  found: dict[str, type] = {}
+  for make in POLICIES.values():
+    found |= types_of(make)
+  return found
 
 
 def build(name: str, depth: int, **settings) -> LengthPolicy:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable
 import inspect
-from typing import Any
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def options_of(function: Callable, leave_out: Collection[str] = ()) -> dict:
@@ -13,6 +14,27 @@ def options_of(function: Callable, leave_out: Collection[str] = ()) -> dict:
     for p in parameters
     if p.kind == p.KEYWORD_ONLY and p.name not in leave_out
   }
+
+
+def types_of(function: Callable, leave_out: Collection[str] = ()) -> dict:
+  """Returns the type that each keyword-only parameter takes.
+
+  One of bool, int, float, str, or tuple for any sequence; None in a union says
+  that the parameter may be left alone.
+  """
+  hints = get_type_hints(function)
+  return {
+    name: _simple(hints[name]) for name in options_of(function, leave_out)
+  }
+
+
+def _simple(hint: Any) -> type:
+  if get_origin(hint) in (Union, types.UnionType):
+    kinds = [a for a in get_args(hint) if a is not types.NoneType]
+    return _simple(kinds[0])
+  if hint in (bool, int, float, str):
+    return hint
+  return tuple
 
 
 def check_known(kind: str, given: Iterable[str], known: dict[str, Any]) -> None:

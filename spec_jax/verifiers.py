@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from spec_jax.base import DETERMINISTIC, Drafter
-from spec_jax.options import check_known, options_of
+from spec_jax.options import check_known, options_of, types_of
 from spec_jax.verify import verify
 from spec_jax.verify_block import verify_block
 
@@ -65,6 +65,14 @@ def options(name: str) -> dict[str, Any]:
       f"unknown verifier {name!r}; there are {', '.join(VERIFIERS)}"
     )
   return options_of(VERIFIERS[name])
+
+
+def option_types() -> dict[str, type]:
+  """Returns every option that a verifier has, and its type."""
+  found: dict[str, type] = {}
+  for make in VERIFIERS.values():
+    found |= types_of(make)
+  return found
 
 
 def build(name: str, drafter: Drafter, **settings) -> Verifier:

@@ -10,7 +10,7 @@ import pkgutil
 from typing import Any
 
 from spec_jax.base import Drafter, Model
-from spec_jax.options import check_known, options_of
+from spec_jax.options import check_known, options_of, types_of
 
 
 def names() -> list[str]:
@@ -30,6 +30,15 @@ def options(name: str) -> dict[str, Any]:
     )
   module = importlib.import_module(f"{__name__}.{name}")
   return options_of(module.build, leave_out=("slots",))
+
+
+def option_types() -> dict[str, type]:
+  """Returns every option that a drafter has, and its type."""
+  found: dict[str, type] = {}
+  for name in names():
+    module = importlib.import_module(f"{__name__}.{name}")
+    found |= types_of(module.build, leave_out=("slots",))
+  return found
 
 
 def takes_draft(name: str) -> bool:
