@@ -355,12 +355,14 @@ class Outcome:
     chance: `[B, K]` bool, depth `i + 1` had an acceptable node under an
       accepted path.
     accepted: `[B, K]` bool, depth `i + 1` was accepted.
+    num_tokens: `[B]` int32, tokens committed.
   """
 
   asked: Array
   running: Array
   chance: Array
   accepted: Array
+  num_tokens: Array
 
 
 @flax.struct.dataclass
@@ -461,6 +463,8 @@ class Drafter(NamedTuple):
       old state, `new` having read the new prompt; None = nothing.
     host_driven: whether a step waits for the host.
     greedy_only: whether it is defined for greedy rows only.
+    catches_up: whether it must read, when asked again, all tokens committed
+      since it was asked last.
   """
 
   init: Callable
@@ -476,6 +480,7 @@ class Drafter(NamedTuple):
   keep: Callable | None = None
   host_driven: bool = False
   greedy_only: bool = False
+  catches_up: bool = False
 
 
 class LengthPolicy(NamedTuple):
@@ -485,10 +490,13 @@ class LengthPolicy(NamedTuple):
     init: `init(batch) -> state`, every leaf leading with `batch`. A row keeps
       it when it is refilled.
     max_depth: `max_depth(state, running, costs) -> [B]` int32; `running: [B]`
-      bool, `costs: [K + 1]` float32 seconds of a step by depth, or None.
+      bool, `costs: [K + 1]` float32 seconds of a step by depth, and, if there
+      is one more, of one token of catching up; or None.
     update: `update(state, outcome) -> state`.
     extend: `extend(state, law_BnV) -> [B, n]` bool, see `Context`; or None.
     needs_costs: whether `max_depth` reads `costs`.
+    restart: `restart(state) -> state`, for rows that begin another prompt; None
+      = they go on.
   """
 
   init: Callable
@@ -496,3 +504,4 @@ class LengthPolicy(NamedTuple):
   update: Callable
   extend: Callable | None = None
   needs_costs: bool = False
+  restart: Callable | None = None

@@ -12,48 +12,79 @@ from spec_jax.settings import Settings
 
 _PERIOD = 8  # tokens after which the measured prompt repeats
 _PROMPT = 48
+# Up to this depth every depth is measured where the draft is no chain.
+_EVERY = 8
+# Tokens a draft model is left behind to measure what catching up costs.
+_BEHIND = 16
 
 
 def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
-  """Measures steps of a full batch by depth.
+  """Measures steps of a full batch by depth, and what catching up costs.
 
   Rows hold a prompt that repeats itself, so that every drafter has something
   to propose, and take one step at depth 0, 1, `K` and where the target's pass
-  gets wider, in turn; depths between are interpolated.
+  gets wider, in turn; depths between are interpolated. A tree of at most 8
+  levels is measured at each. For a drafter that `catches_up`, one step is
+  also taken after some without a draft.
 
   Args:
     engine: an `Engine` whose policy needs costs.
     rounds: steps at each depth; the median counts.
 
   Returns:
-    `K + 1` seconds, not falling.
+    `K + 1` seconds, not falling, and for a drafter that catches up the seconds
+    of one token of it.
   """
   programs, config = engine.programs, engine.config
-  K, B = programs.drafter.depth, config.batch_size
-  num = max(2, min(_PROMPT, config.slots - K - 2))
+  drafter = programs.drafter
+  K, B = drafter.depth, config.batch_size
+  late = _BEHIND if drafter.catches_up else 0
+  num = max(2, min(_PROMPT, config.slots - K - late - 2))
+  late = max(0, min(late, config.slots - num - K - 2))
   period = min(_PERIOD, engine.model.config.vocab_size)
   job = Job(
     [i % period for i in range(num)],
-    Settings(max_new_tokens=K + 1, stop_ids=()),
+    Settings(max_new_tokens=K + late + 1, stop_ids=()),
     (0,),
   )
   state = programs.empty()
   for first in range(0, B, config.refill_rows):
     rows = range(first, min(first + config.refill_rows, B))
     state, _ = engine.read([job] * len(rows), rows, state, None)
-  edges = [n - 1 for n in programs.widths]
-  depths = sorted({0, 1, K, *(d for n in edges for d in (n, n + 1) if d <= K)})
+
+  def take(state, depth, steps=1):
+    """Returns (state, seconds) after steps of a copy at a depth."""
+    copy = jax.tree.map(jnp.copy, state)
+    policy = dataclasses.replace(
+      copy.policy, force=jnp.full((B,), depth, jnp.int32)
+    )
+    copy = jax.block_until_ready(dataclasses.replace(copy, policy=policy))
+    limits = jnp.int32(steps), jnp.int32(B + 1)
+    (after, _), seconds = engine.timed(programs.decode, copy, *limits)
+    return after, seconds
+
+  is_tree = drafter.num_nodes != K + 1
+  if is_tree and K <= _EVERY:
+    depths = list(range(K + 1))
+  else:
+    edges = [d for n in programs.widths for d in (n - 1, n) if d <= K]
+    depths = sorted({0, 1, K, *edges})
   times: dict[int, list[float]] = {d: [] for d in depths}
+  caught_up = []
+  behind = take(state, 0, late)[0] if late else None
   for round_ in range(rounds + 1):  # the first warms up
     for d in depths:
-      copy = jax.tree.map(jnp.copy, state)
-      policy = dataclasses.replace(
-        copy.policy, force=jnp.full((B,), d, jnp.int32)
-      )
-      copy = jax.block_until_ready(dataclasses.replace(copy, policy=policy))
-      limits = jnp.int32(1), jnp.int32(B + 1)
-      _, seconds = engine.timed(programs.decode, copy, *limits)
+      seconds = take(state, d)[1]
       if round_:
         times[d].append(seconds)
+    if late:
+      seconds = take(behind, 1)[1]
+      if round_:
+        caught_up.append(seconds)
   medians = np.maximum.accumulate([np.median(times[d]) for d in depths])
-  return np.interp(np.arange(K + 1), depths, medians).tolist()
+  costs = np.interp(np.arange(K + 1), depths, medians).tolist()
+  if not drafter.catches_up:
+    return costs
+  extra = (np.median(caught_up) - costs[1]) / late if late else 0.0
+  # Never free: less than a thousandth of a step cannot be measured.
+  return [*costs, max(float(extra), costs[0] / 1000)]

@@ -97,8 +97,9 @@ class Engine:
       automaton: of the stop strings, if `config.stop_strings`.
       mesh: of axes 'data' and 'model', or None for one device.
       replicate_draft: keep the draft whole on each device.
-      costs: `K + 1` seconds of a step by depth, for a length policy that needs
-        them; None = measured on this device before the first run.
+      costs: `K + 1` seconds of a step by depth, and one of a token of catching
+        up if the drafter does so, for a length policy that needs them; None =
+        measured on this device before the first run.
 
     Raises:
       ValueError: for an unknown drafter, policy or option, or a size out of
@@ -127,7 +128,7 @@ class Engine:
     )
     self.params: dict[str, PyTree] = {"target": params}
     if self._programs.policy.needs_costs:  # until they are known
-      self.params["costs"] = jnp.ones((self.depth + 1,), jnp.float32)
+      self.params["costs"] = jnp.ones((self._num_costs,), jnp.float32)
     if draft is not None:
       self.params["draft"] = draft_params
     tables = self._programs.drafter.tables
@@ -157,8 +158,12 @@ class Engine:
     return self._programs.drafter.depth
 
   @property
+  def _num_costs(self) -> int:
+    return self.depth + 1 + self._programs.drafter.catches_up
+
+  @property
   def costs(self) -> list[float] | None:
-    """Seconds of a step by depth; None if not needed or not yet measured."""
+    """See the argument; None if not needed or not yet measured."""
     return self._costs
 
   def policy_report(self) -> dict[str, Any] | None:
@@ -176,13 +181,14 @@ class Engine:
     """Says what steps cost; see the argument `costs`.
 
     Raises:
-      ValueError: if the policy takes none, or they are not `K + 1` above 0.
+      ValueError: if the policy takes none, their number is wrong, or one is not
+        above 0.
     """
     if not self._programs.policy.needs_costs:
       raise ValueError(f"length policy {self.config.policy!r} takes no costs")
-    if len(costs) != self.depth + 1 or min(costs) <= 0:
+    if len(costs) != self._num_costs or min(costs) <= 0:
       raise ValueError(
-        f"{self.depth + 1} costs above 0 are needed, got {list(costs)}"
+        f"{self._num_costs} costs above 0 are needed, got {list(costs)}"
       )
     self._costs = [float(x) for x in costs]
     new = jnp.asarray(self._costs, jnp.float32)

@@ -129,6 +129,8 @@ class CostState:
     idle: `[B]` int32, steps since any row of the batch drafted.
     asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
       was proposed.
+    behind: `[B]` int32, tokens of the row's text committed since the row
+      drafted.
     num_probes: `[B]` int32, steps that drafted only to look again.
     force: `[B]` int32, a depth to take whatever is known (to measure what it
       costs); -1 = decide.
@@ -140,6 +142,7 @@ class CostState:
   offers: Array
   idle: Array
   asked_at: Array
+  behind: Array
   num_probes: Array
   force: Array
 
@@ -162,7 +165,9 @@ def cost(
   is paid by the whole batch if any row proposes. The batch drafts at the depth
   with the most expected tokens a second. If it has not drafted for `probe`
   steps, or for so many more that probes take at most `budget` of the time, it
-  drafts once to look again.
+  drafts once to look again. A draft model that was not asked must then catch
+  up, which counts as a part of the probe: where that alone takes more than the
+  budget, it is asked again at the beginning of the next prompt.
 
   Args:
     depth: `K`.
@@ -200,6 +205,7 @@ def cost(
       offers=jnp.zeros((batch,), jnp.float32),
       idle=zeros,
       asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
+      behind=zeros,
       num_probes=zeros,
       force=zeros - 1,
     )
@@ -210,13 +216,16 @@ def cost(
     offer = (state.offers + weight) / (state.asks + weight)
     offer = jnp.where(running, offer, 0)
     rows = running.sum()
-    plain, deep = costs[0], costs[1:]
+    plain, deep = costs[0], costs[1 : depth + 1]
+    catch_up = costs[depth + 1] if costs.shape[0] > depth + 1 else 0.0
     somebody = 1 - jnp.prod(1 - offer)
     spent = plain + somebody * (deep - plain)
     rate = (rows + (offer[:, None] * more).sum(0)) / spent
     best = jnp.argmax(rate)
     pays = rate[best] > rows / plain * (1 + margin)
-    wait = jnp.maximum(probe, (deep[best] / plain - 1) / budget)
+    late = jnp.where(running, state.behind, 0).max()
+    extra = (deep[best] + catch_up * late) / plain - 1
+    wait = jnp.maximum(probe, extra / budget)
     asked = jnp.where(pays | (state.idle.max() >= wait), 1 + best, 0)
     asked = jnp.broadcast_to(asked, running.shape)
     return jnp.where(state.force >= 0, state.force, asked).astype(jnp.int32)
@@ -238,10 +247,19 @@ def cost(
       offers=state.offers * slow + drafted,
       idle=jnp.where(drafted.any(), 0, state.idle + 1),
       asked_at=state.asked_at + at,
+      behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
       num_probes=state.num_probes + probed,
     )
 
-  return LengthPolicy(init, max_depth, update, needs_costs=True)
+  return LengthPolicy(
+    init,
+    max_depth,
+    update,
+    needs_costs=True,
+    restart=lambda state: dataclasses.replace(
+      state, behind=jnp.zeros_like(state.behind)
+    ),
+  )
 
 
 POLICIES = {
@@ -310,7 +328,7 @@ def report(
   Args:
     name: of the policy.
     state: its state after a run.
-    costs: seconds of a step by depth, if it needed them.
+    costs: see `Engine`, if it needed them.
 
   Returns:
     For "cost": steps by the depth drafted, probes, the chance of acceptance
@@ -320,6 +338,7 @@ def report(
   if name != "cost" or costs is None:
     return {"name": name} if name != "fixed" else None
   taken = np.asarray(state.asked_at).sum(0)
+  depth = len(taken) - 1
   hits, chances = (
     np.asarray(state.hits).sum(0),
     np.asarray(state.chances).sum(0),
@@ -337,12 +356,13 @@ def report(
       )
     alarm = (
       f"no draft in {100 * share:.0f} % of steps: {first}, and a step with a "
-      f"draft costs {costs[1] / costs[0]:.2f} to {costs[-1] / costs[0]:.2f} of "
-      f"one without"
+      f"draft costs {costs[1] / costs[0]:.2f} to {costs[depth] / costs[0]:.2f} "
+      f"of one without"
     )
   return {
     "name": name,
     "costs_s": list(costs),
+    "relative_costs": [x / costs[0] for x in costs],
     "steps_at_depth": taken.tolist(),
     "num_probes": int(np.asarray(state.num_probes).sum()),
     "accept_cond": rates,

@@ -209,7 +209,7 @@ def build_programs(
     R = rows.shape[0]
     start = rows_lib.take_rows(prefix, jnp.zeros((R,), jnp.int32))
     new = resume(params, start, request)
-    return rows_lib.start_rows(state, new, rows, drafter.keep)
+    return rows_lib.start_rows(state, new, rows, drafter.keep, policy.restart)
 
   request = jax.eval_shape(lambda: make_request([], config, model, B))
   abstract = _abstract_params(model, draft, drafter.tables)
@@ -275,7 +275,9 @@ def build_programs(
     lossy=verifier.lossy,
     policy=policy,
     empty=empty_jit,
-    refill=program(rows_lib.make_refill(init, drafter.keep), 2, False),
+    refill=program(
+      rows_lib.make_refill(init, drafter.keep, policy.restart), 2, False
+    ),
     resume=program(resume_rows, 3, False),
     decode=program(decode, 2, True),
     trace=traced,

@@ -215,31 +215,42 @@ def start_rows(
   new: SpecState,
   rows: Array,
   keep: Callable | None = None,
+  restart: Callable | None = None,
 ) -> SpecState:
   """Starts other prompts in rows `[R]`: `put_rows`, but the policy's stay.
 
-  What a length policy knows of a row outlives the row's prompts, and so does
-  what a drafter wants to `keep`, see `Drafter`.
+  What a length policy knows of a row outlives the row's prompts, unless it
+  wants a `restart`, and so does what a drafter wants to `keep`; see
+  `LengthPolicy` and `Drafter`.
   """
-  policy = state.policy
-  if keep is not None:
-    old = jax.tree.map(
-      lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), state.draft
+
+  def taken(tree):
+    return jax.tree.map(
+      lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), tree
     )
-    new = dataclasses.replace(new, draft=keep(old, new.draft))
-  others = dataclasses.replace(state, policy=None)
-  put = put_rows(others, dataclasses.replace(new, policy=None), rows)
-  return dataclasses.replace(put, policy=policy)
+
+  old = taken(state.policy)
+  new = dataclasses.replace(
+    new,
+    policy=old if restart is None else restart(old),
+    draft=new.draft if keep is None else keep(taken(state.draft), new.draft),
+  )
+  return put_rows(state, new, rows)
 
 
-def make_refill(init: Callable, keep: Callable | None = None) -> Callable:
+def make_refill(
+  init: Callable,
+  keep: Callable | None = None,
+  restart: Callable | None = None,
+) -> Callable:
   """Makes `refill(params, state, request, rows_R) -> SpecState`.
 
   Reads `R` new prompts and puts them into the given rows of a running state;
-  an entry `>= B` of `rows` is a row to leave out. `keep`: see `Drafter`.
+  an entry `>= B` of `rows` is a row to leave out. `keep` and `restart`: see
+  `start_rows`.
   """
 
   def refill(params, state, request, rows):
-    return start_rows(state, init(params, request), rows, keep)
+    return start_rows(state, init(params, request), rows, keep, restart)
 
   return refill

@@ -335,6 +335,7 @@ def _outcome(
     running=running,
     chance=chance & live,
     accepted=(there >= 0) & live,
+    num_tokens=kept.num_tokens,
   )
 
 

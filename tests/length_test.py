@@ -22,6 +22,7 @@ def outcome(asked, chance, accepted, running=None):
     running=jnp.ones((rows,), bool) if running is None else running,
     chance=jnp.asarray(chance, bool),
     accepted=jnp.asarray(accepted, bool),
+    num_tokens=1 + jnp.asarray(accepted, jnp.int32).sum(-1),
   )
 
 
@@ -134,6 +135,25 @@ def test_cost_probes_within_its_budget():
     assert depths(policy, state, [1.0, 5.0]) == [asked]
 
 
+def test_a_draft_that_fell_behind_is_asked_again_at_the_next_prompt():
+  """Each token of catching up costs .05 steps, more than the budget of .02."""
+  policy = length.cost(1, probe=8, budget=0.02)
+  state = policy.init(1).replace(chances=jnp.full((1, 1), 1e6))
+  costs = [1.0, 1.2, 0.05]
+  for _ in range(300):
+    assert depths(policy, state, costs) == [0]
+    state = policy.update(state, outcome([0], [[False]], [[False]]))
+  assert int(state.behind[0]) == 300
+  state = policy.restart(state)
+  assert depths(policy, state, costs) == [1]
+  state = policy.update(state, outcome([1], [[True]], [[False]]))
+  assert int(state.behind[0]) == 0 and depths(policy, state, costs) == [0]
+  # Cheap to catch up: within the prompt too.
+  state = state.replace(idle=jnp.array([25]), behind=jnp.array([20]))
+  assert depths(policy, state, [1.0, 1.2, 0.01]) == [1]
+  assert depths(policy, state, costs) == [0]
+
+
 def test_cost_counts_rows_that_have_nothing_to_propose():
   """One row of eight proposes in half of the steps: a wide pass for one."""
   policy = length.cost(1)
@@ -216,13 +236,13 @@ def texts(machine):
 
 @pytest.mark.parametrize("policy", list(length.POLICIES))
 def test_greedy_text_is_plain_text(policy):
-  costs = [1.0, 1.1, 1.2, 1.3, 1.4] if policy == "cost" else None
+  costs = [1.0, 1.1, 1.2, 1.3, 1.4, 0.01] if policy == "cost" else None
   assert texts(engine(policy, costs)) == texts(engine("fixed", drafter="none"))
 
 
 def test_steps_that_do_not_pay_are_plain_steps():
   """Costs that forbid drafting: one token a step, but for the probes."""
-  machine = engine("cost", [1.0, 50.0, 50.0, 50.0, 50.0], probe=1000)
+  machine = engine("cost", [1.0, 50.0, 50.0, 50.0, 50.0, 0.1], probe=1000)
   found = list(machine.run(JOBS))
   assert all(x.counts.drafted == 0 for x in found)
   assert all(x.counts.steps == len(x.ids) for x in found)
@@ -232,7 +252,7 @@ def test_steps_that_do_not_pay_are_plain_steps():
 
 
 def test_what_a_policy_knows_outlives_prompts_and_runs():
-  machine = engine("cost", [1.0, 1.1, 1.2, 1.3, 1.4], batch=1)
+  machine = engine("cost", [1.0, 1.1, 1.2, 1.3, 1.4, 0.01], batch=1)
   list(machine.run(JOBS[:1]))
   before = machine.policy_report()["steps_at_depth"]
   list(machine.run(JOBS))
@@ -244,8 +264,8 @@ def test_costs_are_measured_and_can_be_given_again():
   machine = engine("cost")
   first = texts(machine)
   costs = machine.costs
-  assert len(costs) == 5 and min(costs) > 0
-  assert costs == sorted(costs)
+  assert len(costs) == 6 and min(costs) > 0
+  assert costs[:5] == sorted(costs[:5])
   assert machine.timing.measure_s > 0
   again = engine("cost", costs)
   assert texts(again) == first and again.costs == costs
@@ -253,7 +273,7 @@ def test_costs_are_measured_and_can_be_given_again():
 
 
 def test_costs_that_do_not_fit_are_refused():
-  with pytest.raises(ValueError, match="5 costs above 0 are needed"):
+  with pytest.raises(ValueError, match="6 costs above 0 are needed"):
     engine("cost", [1.0, 2.0])
   with pytest.raises(ValueError, match="'fixed' takes no costs"):
     engine("fixed", [1.0] * 5)

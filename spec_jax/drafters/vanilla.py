@@ -145,6 +145,7 @@ class _Vanilla:
       depth=self.tree.depth,
       asks_policy=True,
       laws=(self.siblings,),
+      catches_up=True,
     )
 
   def read(self, params, tokens, positions, cache, block, visible, **kwargs):
