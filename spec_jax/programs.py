@@ -228,6 +228,7 @@ def build_programs(
       length=ones,
       prompt_length=ones,
       done=jnp.ones((B,), bool),
+      draft=drafter.init(B),  # what it keeps of a row may not be zeros
       policy=policy.init(B),
     )
 

@@ -95,6 +95,26 @@ def first_largest(scores_BV: Array) -> Array:
   return index.astype(jnp.int32)
 
 
+def largest(scores_BV: Array, k: int) -> Array:
+  """Returns the indices of each row's `k` largest entries, `[B, k]` int32.
+
+  In falling order and the first of equals first, like `lax.top_k`, in two
+  levels: the k largest entries lie in the k blocks with the largest maxima.
+
+  Args:
+    scores_BV: `[B, V]`.
+    k: at most `V`.
+  """
+  blocks = _blocks(scores_BV, -jnp.inf)
+  B, num, size = blocks.shape
+  block = lax.top_k(blocks.max(-1), min(k, num))[1]
+  block = jnp.sort(block, -1)  # of equals the first must stay the first
+  inside = jnp.take_along_axis(blocks, block[:, :, None], 1).reshape(B, -1)
+  index = lax.top_k(inside, k)[1]
+  block = jnp.take_along_axis(block, index // size, 1)
+  return (block * size + index % size).astype(jnp.int32)
+
+
 def _bisect(enough, rows: int) -> Array:
   """Returns the largest float t >= 0 for which `enough(t_B1)` holds, `[B, 1]`.
 

@@ -31,6 +31,12 @@ class Case(NamedTuple):
 # Options by drafter and label; a drafter that is not named here is tested with
 # its defaults. An option may be a function of the vocabulary's size.
 _VARIANTS: dict[str, dict[str, dict]] = {
+  "lookahead": {
+    "": {"pool": 64},
+    "wide": {"window": 3, "ngram": 4, "guesses": 2, "pool": 5},
+    "own": {"ngram": 4, "pool": 64, "prompt_as_reference": False},
+  },
+  "recycling": {"": {}, "tree": {"tree": (3, 2), "persistent": False}},
   "vanilla": {
     "": {},
     "tree_iid": {"tree": (2, 2, 1)},

@@ -18,7 +18,7 @@ from spec_jax import (
   verify_block,
 )
 from spec_jax.base import Sampling, Stops
-from spec_jax.drafters import vanilla
+from spec_jax.drafters import lookahead, vanilla
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
@@ -91,6 +91,11 @@ DRAFTERS = {
   "tree_wor": ("vanilla", {"tree": (2, 1), "siblings": "without_replacement"}),
   "tree_top_k": ("vanilla", {"tree": (2, 2), "siblings": "top_k"}),
   "lookup": ("prompt_lookup", {"num_draft": 3}),
+  "recycling": ("recycling", {"tree": (2, 1)}),
+  "lookahead": (
+    "lookahead",
+    {"window": 2, "ngram": 3, "guesses": 2, "pool": 6},
+  ),
 }
 # Length policies with options, on a drafter; passes then come in two widths.
 POLICIES = {
@@ -206,6 +211,7 @@ COVERING = [
   ("transformer", "chain"),
   ("transformer", "tree_wor"),
   ("transformer", "lookup"),
+  ("transformer", "lookahead"),
   ("packed", "tree_wor"),
 ]
 
@@ -363,6 +369,19 @@ def _narrow(monkeypatch):
   monkeypatch.setattr(step_lib, "_score", narrow)
 
 
+def _blind(monkeypatch):
+  """The nodes of a guess see the root and themselves, not each other."""
+  real = lookahead._branches
+
+  def blind(owner, shape):
+    found = real(owner, shape)
+    root = np.arange(shape.num_nodes) == 0
+    seen = np.eye(shape.num_nodes, dtype=bool) | root[None]
+    return found._replace(visible=found.visible & seen[None])
+
+  monkeypatch.setattr(lookahead, "_branches", blind)
+
+
 def _generous(monkeypatch):
   """A token is accepted a little more often than p / q, even where p is 0."""
   monkeypatch.setattr(
@@ -386,6 +405,7 @@ TWINS = {
     "t0.7",
   ),
   "narrow": (_narrow, "table", "chain_average", "t0.7"),
+  "blind": (_blind, "transformer", "lookahead", "t0.7"),
   "generous": (_generous, "table", "chain", "t1.5_top_p"),
 }
 

@@ -296,6 +296,18 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, V):
   assert (probs.astype(np.float32)[np.arange(48), found] > 0).all()
 
 
+@pytest.mark.parametrize(("V", "k"), [(1, 1), (7, 7), (300, 5), (1000, 200)])
+def test_the_largest_are_those_of_a_sort(V, k):
+  """One block and several, a last one in part, ties and rows of -inf."""
+  rng = np.random.default_rng(V)
+  scores = rng.integers(-3, 3, (6, V)).astype(np.float32)
+  scores[0], scores[1] = rng.normal(size=V), -np.inf
+  scores[2, ::2] = -np.inf
+  found = jax.jit(sampling.largest, static_argnums=1)(jnp.asarray(scores), k)
+  expected = np.argsort(-scores, -1, kind="stable")[:, :k]
+  assert (np.asarray(found) == expected).all()
+
+
 def test_rounding_between_blocks_does_not_draw_an_empty_token():
   """Two blocks of 1 + 2^-23 and 2^-24 sum to 1 + 2^-22: 2^-23 too much."""
   probs = np.zeros((1, 200), np.float32)
