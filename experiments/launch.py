@@ -272,8 +272,9 @@ def inspect_draft(
       check_layers(target.loaded.model.config, parsed)
     return parsed
   opened = inspect(draft, config)
-  with user_errors():
-    check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
+  if not drafters.takes_vocabulary_map(name):
+    with user_errors():
+      check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
   return opened
 
 
@@ -288,8 +289,10 @@ def check_sizes(
   Raises:
     UserError: naming what is out of range.
   """
+  from spec_jax.pairing import vocabulary_map_of
+
   engine, model = config.engine, target.loaded.model
-  draft_model = None
+  draft_model = vocabulary_map = None
   if draft is not None:
     # The options do not depend on which layers of the target draft.
     opened = draft if isinstance(draft, hub.Inspected) else target
@@ -304,11 +307,15 @@ def check_sizes(
       chunk=engine.chunk,
       refill_rows=engine.refill_rows,
     ).resolved()
+    if drafters.takes_vocabulary_map(config.drafter.name):
+      words = getattr(draft, "loaded", draft)
+      vocabulary_map = vocabulary_map_of(target.loaded, words)
     drafter = drafters.build(
       config.drafter.name,
       model,
       draft_model,
       slots=engine.slots or context,
+      vocabulary_map=vocabulary_map,
       **options,
     )
     check_fit(

@@ -11,7 +11,7 @@ from spec_jax.base import SpecState, Tree
 from spec_jax.drafting import check_fit
 from spec_jax.engine import Engine, Finished
 from spec_jax.hub import Loaded
-from spec_jax.pairing import resolve_draft
+from spec_jax.pairing import resolve_draft, vocabulary_map_of
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job, slots_for
 from spec_jax.settings import Settings, in_use
@@ -143,8 +143,15 @@ def make_engine(
   if draft is not None and drafter in drafters.names():
     if not drafters.takes_draft(drafter):
       raise ValueError(f"drafter {drafter!r} takes no draft model")
-  draft_model, draft_params = resolve_draft(loaded, draft)
+  any_vocabulary = (
+    drafter in drafters.names() and drafters.takes_vocabulary_map(drafter)
+  )
+  draft_model, draft_params = resolve_draft(
+    loaded, draft, any_vocabulary=any_vocabulary
+  )
   options = dict(options or {})
+  if any_vocabulary:
+    options["vocabulary_map"] = vocabulary_map_of(loaded, draft)
   if isinstance(options.get("tree"), Tree):
     options["parents"] = options.pop("tree").parents
   for key in ("tree", "parents"):

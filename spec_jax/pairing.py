@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from spec_jax import drafters
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
+from spec_jax.vocabulary_map import VocabularyMap, map_vocabularies
 
 
 @functools.lru_cache(maxsize=8)
@@ -94,22 +96,27 @@ def parse_draft(text: str) -> str | int | tuple[int, ...]:
 
 
 def resolve_draft(
-  loaded: Loaded, draft: Loaded | str | int | Sequence[int] | None
+  loaded: Loaded,
+  draft: Loaded | str | int | Sequence[int] | None,
+  *,
+  any_vocabulary: bool = False,
 ):
   """Returns (model, params) of the draft, or (None, None).
 
   Args:
     loaded: the target.
     draft: see `make_engine`.
+    any_vocabulary: whether another vocabulary than the target's will do.
 
   Raises:
     ValueError: if it names nothing, the layers are out of range, or the
-      vocabularies differ.
+      vocabularies differ and may not.
   """
   if draft is None:
     return None, None
   if isinstance(draft, Loaded):
-    if loaded.tokenizer is not None and draft.tokenizer is not None:
+    known = loaded.tokenizer is not None and draft.tokenizer is not None
+    if known and not any_vocabulary:
       check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
     return draft.model, draft.params
   if draft == "target":
@@ -122,6 +129,28 @@ def resolve_draft(
   raise ValueError(
     f"draft must be a loaded model, 'target', a number of layers or a list of "
     f"them, got {draft!r}"
+  )
+
+
+def vocabulary_map_of(target: Loaded, draft: Any) -> VocabularyMap | None:
+  """Returns the map of a target and its draft; None if ids mean the same.
+
+  Args:
+    target: the target; its weights may not have been read.
+    draft: another model, or anything else for parts of the target.
+
+  Raises:
+    ValueError: if a tokenizer's spelling is unknown.
+  """
+  if not isinstance(draft, Loaded):
+    return None
+  if target.tokenizer is None or draft.tokenizer is None:
+    return None
+  return map_vocabularies(
+    target.tokenizer,
+    draft.tokenizer,
+    target.model.config.vocab_size,
+    draft.model.config.vocab_size,
   )
 
 
@@ -138,7 +167,9 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
   theirs = {i: token for token, i in draft.get_vocab().items()}
   for i in range(min(len(ours), len(theirs))):
     if ours.get(i) != theirs.get(i):
+      able = filter(drafters.takes_vocabulary_map, drafters.names())
       raise ValueError(
         f"target and draft vocabularies differ first at id {i}: "
-        f"{ours.get(i)!r} and {theirs.get(i)!r}"
+        f"{ours.get(i)!r} and {theirs.get(i)!r}; drafters for such a draft are "
+        f"{', '.join(able)}"
       )

@@ -2,7 +2,9 @@
 
 A file has `build(target, draft, *, slots, **options) -> Drafter`, whose
 keyword options are the drafter's settings, and `TAKES_DRAFT = True` if it asks
-a draft model.
+a draft model. `TAKES_VOCABULARY_MAP = True` says that the draft's tokenizer may
+differ from the target's: `build` is then given a `vocabulary_map`, which is no
+option of the command line.
 """
 
 import importlib
@@ -11,6 +13,10 @@ from typing import Any
 
 from spec_jax.base import Drafter, Model
 from spec_jax.options import check_known, options_of, types_of
+from spec_jax.vocabulary_map import VocabularyMap
+
+# Arguments of `build` that are no options: found out, not chosen.
+_FOUND = ("slots", "vocabulary_map")
 
 
 def names() -> list[str]:
@@ -29,7 +35,7 @@ def options(name: str) -> dict[str, Any]:
       f"unknown drafter {name!r}; there are {', '.join(names())}"
     )
   module = importlib.import_module(f"{__name__}.{name}")
-  return options_of(module.build, leave_out=("slots",))
+  return options_of(module.build, leave_out=_FOUND)
 
 
 def option_types() -> dict[str, type]:
@@ -37,7 +43,7 @@ def option_types() -> dict[str, type]:
   found: dict[str, type] = {}
   for name in names():
     module = importlib.import_module(f"{__name__}.{name}")
-    found |= types_of(module.build, leave_out=("slots",))
+    found |= types_of(module.build, leave_out=_FOUND)
   return found
 
 
@@ -47,8 +53,20 @@ def takes_draft(name: str) -> bool:
   return getattr(module, "TAKES_DRAFT", False)
 
 
+def takes_vocabulary_map(name: str) -> bool:
+  """Tells whether a drafter's draft may have a tokenizer of its own."""
+  module = importlib.import_module(f"{__name__}.{name}")
+  return getattr(module, "TAKES_VOCABULARY_MAP", False)
+
+
 def build(
-  name: str, target: Model, draft: Model | None, *, slots: int, **settings
+  name: str,
+  target: Model,
+  draft: Model | None,
+  *,
+  slots: int,
+  vocabulary_map: VocabularyMap | None = None,
+  **settings,
 ) -> Drafter:
   """Builds a drafter by name.
 
@@ -57,11 +75,17 @@ def build(
     target: the target model.
     draft: the draft model, for drafters that have one.
     slots: `S`, tokens a row may hold.
+    vocabulary_map: of target and draft, if their tokenizers may differ.
     **settings: the drafter's options.
 
   Raises:
-    ValueError: for an unknown drafter or option, or an option out of range.
+    ValueError: for an unknown drafter or option, an option out of range, or a
+      map for a drafter that takes none.
   """
   check_known(f"drafter {name!r}", settings, options(name))
+  if vocabulary_map is not None:
+    if not takes_vocabulary_map(name):
+      raise ValueError(f"drafter {name!r} takes no vocabulary map")
+    settings["vocabulary_map"] = vocabulary_map
   module = importlib.import_module(f"{__name__}.{name}")
   return module.build(target, draft, slots=slots, **settings)
