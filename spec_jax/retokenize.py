@@ -16,13 +16,17 @@ import numpy as np
 LOOK_BEHIND = 8
 
 
+# Put before a text whose tokenizer would put a space before it.
+_MARK = "\n"
+
+
 def exact_ids(
-  tokenizer: Any, names: Any, texts: Sequence[str]
+  tokenizer: Any, names: Sequence[Any], texts: Sequence[str]
 ) -> list[list[int] | None]:
   """Tokenises texts, each to exactly its bytes.
 
   A tokenizer that puts a space before a text is given the text without its own
-  first space.
+  first space, or, if it has none, after a line feed that is taken off again.
 
   Args:
     tokenizer: a fast tokenizer.
@@ -31,32 +35,44 @@ def exact_ids(
 
   Returns:
     For each text its ids, or None if the tokenizer writes it otherwise: it
-    adds a space, or reads a special token.
+    reads a special token, or joins the text and what stands before it.
   """
-  backend = tokenizer.backend_tokenizer
+  out: list[list[int] | None] = [None] * len(texts)
 
-  def spells(ids, text):
-    try:
-      found = [names[i] for i in ids]
-    except (KeyError, IndexError):
-      return False
-    if not all(isinstance(name, bytes) for name in found):
-      return False
-    return b"".join(found) == text.encode("utf-8")
+  def attempt(rows, change):
+    encodings = tokenizer.backend_tokenizer.encode_batch(
+      [change(texts[i]) for i in rows], add_special_tokens=False
+    )
+    for i, encoding in zip(rows, encodings, strict=True):
+      out[i] = _end_of(encoding.ids, names, texts[i].encode("utf-8"))
+    return [i for i in rows if out[i] is None]
 
-  def encoded(some):
-    return backend.encode_batch(some, add_special_tokens=False)
-
-  out: list[list[int] | None] = [
-    encoding.ids if spells(encoding.ids, text) else None
-    for encoding, text in zip(encoded(texts), texts, strict=True)
-  ]
-  again = [i for i, x in enumerate(out) if x is None and texts[i][:1] == " "]
-  shorter = encoded([texts[i][1:] for i in again])
-  for i, encoding in zip(again, shorter, strict=True):
-    if spells(encoding.ids, texts[i]):
-      out[i] = encoding.ids
+  left = attempt(range(len(texts)), lambda text: text)
+  spaced = [i for i in left if texts[i].startswith(" ")]
+  left = sorted({*left} - {*spaced} | {*attempt(spaced, lambda t: t[1:])})
+  attempt(left, lambda text: _MARK + text)
   return out
+
+
+def _end_of(
+  ids: list[int], names: Sequence[Any], text: bytes
+) -> list[int] | None:
+  """Returns the last ids that spell a text, None if they do not.
+
+  Before it may stand the mark, and a space before that.
+  """
+  found: list[Any] = [names[i] if i < len(names) else None for i in ids]
+  if not all(isinstance(name, bytes) for name in found):
+    return None
+  whole = b"".join(found)
+  lead = len(whole) - len(text)
+  if whole[:lead] not in (b"", b"\n", b" \n") or whole[lead:] != text:
+    return None
+  start = 0
+  while lead > 0:
+    lead -= len(found[start])
+    start += 1
+  return ids[start:] if lead == 0 else None
 
 
 class Retokenizer:

@@ -4,9 +4,7 @@ from typing import NamedTuple
 
 from spec_jax import drafters
 from spec_jax.base import DETERMINISTIC
-from spec_jax.retokenize import Retokenizer
-from spec_jax.vocabulary_map import VocabularyMap
-from tests import fakes
+from tests import fakes, two_vocabularies
 
 
 class Case(NamedTuple):
@@ -30,42 +28,6 @@ class Case(NamedTuple):
     return self.build(model, model, 64).laws == (DETERMINISTIC,)
 
 
-def letters_map(draft_ids, pieces, *, digest="letters"):
-  """A map whose target tokens are letters: 0 is "a", 1 is "b".
-
-  Args:
-    draft_ids: the draft's id of each target token, -1 if it has none.
-    pieces: per target token the draft tokens that the draft reads.
-    digest: another one for another use of the same tables.
-  """
-  V, width = len(draft_ids), max(map(len, pieces))
-  size = 1 + max(max(p) for p in pieces)
-  rows = [[*p, *[0] * (width - len(p))] for p in pieces]
-  # The draft's other tokens are digits, which the target does not have.
-  draft_bytes = [b"0"] * max(size, V)
-  for i, j in enumerate(draft_ids):
-    if j >= 0:
-      draft_bytes[j] = bytes([97 + i])
-  letters = [bytes([97 + i]) for i in range(V)]
-
-  def encode(text):
-    ids = [ord(c) - 97 for c in text]
-    return ids if all(i >= 0 for i in ids) else None
-
-  words = Retokenizer(letters, draft_bytes, {}, encode, digest=digest)
-  return VocabularyMap(draft_ids, rows, list(map(len, pieces)), words)
-
-
-def close(vocab):
-  """A map of a vocabulary on a like one: so a noisy copy is a fair draft.
-
-  1 and 2 are exchanged; 0 is not shared and said by two tokens, so streams
-  are longer than their text.
-  """
-  ids = [-1, 2, 1, *range(3, vocab)]
-  return letters_map(ids, [[0, 3], *([i] for i in ids[1:])])
-
-
 # Options by drafter and label; a drafter that is not named here is tested with
 # its defaults. An option may be a function of the vocabulary's size.
 _VARIANTS: dict[str, dict[str, dict]] = {
@@ -81,8 +43,8 @@ _VARIANTS: dict[str, dict[str, dict]] = {
     "tree_wor": {"tree": (3, 1), "siblings": "without_replacement"},
     "tree_top_k": {"tree": (2, 1, 1), "siblings": "top_k"},
   },
-  "tli": {"mapped": {"vocabulary_map": close}},
-  "slem": {"mapped": {"vocabulary_map": close}},
+  "tli": {"mapped": {"vocabulary_map": two_vocabularies.close}},
+  "slem": {"mapped": {"vocabulary_map": two_vocabularies.close}},
 }
 
 

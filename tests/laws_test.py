@@ -23,7 +23,7 @@ from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
 from spec_jax.step import make_step
-from tests import reference
+from tests import reference, two_vocabularies
 from tests.enumeration import Enumerator
 
 V, NEW, SLOTS = 3, 3, 16
@@ -96,6 +96,8 @@ DRAFTERS = {
     "lookahead",
     {"window": 2, "ngram": 3, "guesses": 2, "pool": 6},
   ),
+  "tli": ("tli", {"num_draft": 2, "vocabulary_map": two_vocabularies.WORDS}),
+  "slem": ("slem", {"num_draft": 2, "vocabulary_map": two_vocabularies.WORDS}),
 }
 # Length policies with options, on a drafter; passes then come in two widths.
 POLICIES = {
@@ -105,9 +107,16 @@ POLICIES = {
   "chain_average": ("chain", "average", {}),
   "chain_cost": ("chain", "cost", {"probe": 1, "budget": 1.0}),
   "lookup_cost": ("lookup", "cost", {"probe": 1, "budget": 1.0}),
+  "tli_confidence": ("tli", "confidence", {"threshold": 0.75}),
 }
 # Drafters (or policies) verified as a block.
-BLOCKS = {"block_chain": "chain", "block_confidence": "chain_confidence"}
+BLOCKS = {
+  "block_chain": "chain",
+  "block_confidence": "chain_confidence",
+  "block_tli": "tli",
+}
+# Of two vocabularies: the draft is a table of four tokens.
+TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
 # Seconds of a step by depth: such that rows disagree about what pays.
 COSTS = [1.0, 1.45, 2.0, 2.4]
 
@@ -197,14 +206,30 @@ def packed_pair():
   return model, packed, next_logits
 
 
+def two_tables():
+  """The table, and a table over four tokens that drafts for it."""
+  model, params, next_logits = table_pair()
+  draft, params["draft"] = two_vocabularies.table_draft()
+  return model, params, next_logits, draft
+
+
+def two_transformers():
+  """The tiny decoder, and another over four tokens that drafts for it."""
+  model, params, next_logits = transformer_pair()
+  draft, weights = two_vocabularies.transformer_draft(model.config, 2 * SLOTS)
+  return model, {**params, "draft": weights}, next_logits, draft
+
+
 MODELS = {
   "table": table_pair,
+  "two_tables": two_tables,
+  "two_transformers": two_transformers,
   "transformer": transformer_pair,
   "packed": packed_pair,
 }
 COVERING = [
   *(
-    ("table", name)
+    ("two_tables" if name in TWO_VOCABULARIES else "table", name)
     for name in [*DRAFTERS, *POLICIES, *BLOCKS]
     if name not in ("chain_entropy", "lookup_cost")  # in the full product
   ),
@@ -218,11 +243,12 @@ COVERING = [
 
 def distances(kind, name, settings=tuple(SETTINGS), **options):
   """Returns for each setting the largest total variation over the prompts."""
-  model, params, next_logits = MODELS[kind]()
+  model, params, next_logits, *other = MODELS[kind]()
   cases = [(p, s) for p in PROMPTS for s in settings]
   prompts = [p for p, _ in cases]
   chosen = [SETTINGS[s] for _, s in cases]
-  laws, steps = measure(model, params, model, name, prompts, chosen, **options)
+  draft = other[0] if other else model
+  laws, steps = measure(model, params, draft, name, prompts, chosen, **options)
   assert steps <= NEW
   worst = dict.fromkeys(settings, 0.0)
   for law, (prompt, setting) in zip(laws, cases, strict=True):
