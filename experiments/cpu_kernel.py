@@ -13,13 +13,11 @@ machine.
 
 from collections.abc import Callable
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import os
 from pathlib import Path
 import statistics
-import time
 from typing import Any
 
 from absl import flags
@@ -27,11 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import launch, results
+from experiments import launch, results, timing
 from experiments.torch_peer import TorchPeer
 import spec_jax
 from spec_jax import kernels
-from spec_jax.cache import empty_block
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -63,29 +60,14 @@ _FLOOR_BYTES = 512 << 20
 Cases = dict[tuple[str, int], Callable[[], float | None]]
 
 
-def take_turns(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
-  """Times all cases in turn, after one run of each to compile.
+def _by_rows(cases: Cases, repeats: int) -> dict[tuple[str, int], list]:
+  """Times all cases in turn, by rows first.
 
-  Args:
-    cases: see `Cases`.
-    repeats: rounds.
-
-  Returns:
-    Seconds of each round, by case.
+  So before each case another reads other weights, and nobody finds its own in
+  cache.
   """
-  for run in cases.values():
-    run()
-  times: dict[tuple[str, int], list] = {case: [] for case in cases}
-  # By rows first: before each case another reads other weights, so that
-  # nobody finds its own in cache.
   turns = sorted(cases.items(), key=lambda item: item[0][1])
-  for _ in range(repeats):
-    for case, run in turns:
-      start = time.perf_counter()
-      own = run()
-      whole = time.perf_counter() - start
-      times[case].append(whole if own is None else own)
-  return times
+  return timing.take_turns(dict(turns), repeats)
 
 
 def _finish(run: Callable, *args) -> None:
@@ -139,7 +121,7 @@ def measure_floor(repeats: int) -> list[dict[str, Any]]:
     def read():
       list(pool.map(lambda p: source[p].max(), parts))
 
-    times = take_turns({("copy", 1): copy, ("read", 1): read}, repeats)
+    times = _by_rows({("copy", 1): copy, ("read", 1): read}, repeats)
   lines = _lines("floor", times, threads=threads)
   for line in lines:
     # A copy reads each byte and writes one.
@@ -176,7 +158,7 @@ def measure_stream(K: int, N: int, count: int, repeats: int) -> list:
     for rows in _ROWS.value:
       x = jnp.asarray(random.standard_normal((rows, K), np.float32))
       cases[name, rows] = functools.partial(_finish, run, x, store)
-  lines = _lines("stream", take_turns(cases, repeats), K=K, N=N, matrices=count)
+  lines = _lines("stream", _by_rows(cases, repeats), K=K, N=N, matrices=count)
   _print_table(f"{count} matrices {K} x {N}", lines)
   return lines
 
@@ -186,24 +168,9 @@ def measure_stream(K: int, N: int, count: int, repeats: int) -> list:
 
 def _passes(loaded, params, slots: int) -> Callable[[int], Callable]:
   """Returns `make(n)`, which makes a function that reads n tokens."""
-  model = loaded.model
-  cache = model.init_cache(1, slots)
-  held = slots // 2
-  cache = dataclasses.replace(cache, length=jnp.full((1,), held, jnp.int32))
-
-  @jax.jit
-  def read(params, tokens, cache):
-    n = tokens.shape[1]
-    positions = held + jnp.arange(n)[None]
-    visible = jnp.tril(jnp.ones((1, n, n), bool))
-    block = empty_block(cache, n)
-    return model.apply(params, tokens, positions, cache, block, visible)
-
-  def make(n):
-    tokens = jnp.arange(n, dtype=jnp.int32)[None] + 100
-    return functools.partial(_finish, read, params, tokens, cache)
-
-  return make
+  return lambda n: timing.pass_of(
+    loaded.model, params, n, 1, slots=slots, held=slots // 2
+  )
 
 
 def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
@@ -241,7 +208,7 @@ def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
       weight_bytes[f"transformers {dtype}"] = (
         weight_bytes["xla float32"] * size // 4
       )
-  times = take_turns(cases, repeats)
+  times = _by_rows(cases, repeats)
   for peer in peers.values():
     peer.close()
   lines = _lines("model", times, model=name, slots=slots)

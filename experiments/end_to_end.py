@@ -8,6 +8,7 @@ and the length policy that drafts only where it pays. Plain and speculative
 runs take turns; the first round warms up. Nothing else should run.
 """
 
+import functools
 import json
 from pathlib import Path
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import launch, prompts as prompt_files, results
+from experiments import launch, prompts as prompt_files, results, timing
 import spec_jax
 from spec_jax import Settings, metrics
 from spec_jax.generate import make_engine, run
@@ -30,16 +31,6 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Counted rounds.")
 _TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens of an answer at most.")
 _ROWS = flags.DEFINE_multi_integer("rows", [1, 8], "Batch sizes.")
 _SLOTS = 512
-
-
-def prompt_sets() -> dict[str, list[str]]:
-  """Returns the prompts by kind."""
-  edit = prompt_files.root("experiments/edit_prompts.jsonl")
-  golden = Path(prompt_files.root("tests/golden/prompts.txt")).read_text()
-  return {
-    "edit": prompt_files.read((), edit),
-    "chat": [*prompt_files.DEFAULT[1:], *golden.splitlines()[:6]],
-  }
 
 
 def measure(loaded, prompts: list[str], rows: int) -> dict[str, Any]:
@@ -58,28 +49,31 @@ def measure(loaded, prompts: list[str], rows: int) -> dict[str, Any]:
       loaded, work, drafter=_DRAFTER.value, policy=_POLICY.value, **common
     ),
   }
-  speeds: dict[str, list[float]] = {name: [] for name in engines}
   texts: dict[str, dict[int, list[int]]] = {}
   found: dict[str, Any] = {}
-  for round_ in range(_ROUNDS.value + 1):
-    for name, engine in engines.items():
-      engine.timing = metrics.Timing()
-      done = list(run(engine, work))
-      report = metrics.report(
-        metrics.Counts.sum([c.counts for c in done]),
-        engine.timing,
-        engine.policy_report(),
-      )
-      if round_:
-        speeds[name].append(report["decode_tokens_per_s"])
-      texts[name] = {c.prompt: c.ids for c in done}
-      found[name] = {
-        key: report[key]
-        for key in ("emitted", "steps", "emitted_per_step", "policy")
-      }
-  for name in engines:
-    found[name]["tokens_per_s"] = speeds[name]
-  medians = {name: statistics.median(x) for name, x in speeds.items()}
+
+  def decode(name: str) -> float:
+    engine = engines[name]
+    engine.timing = metrics.Timing()
+    done = list(run(engine, work))
+    report = metrics.report(
+      metrics.Counts.sum([c.counts for c in done]),
+      engine.timing,
+      engine.policy_report(),
+    )
+    texts[name] = {c.prompt: c.ids for c in done}
+    found[name] = {
+      key: report[key]
+      for key in ("emitted", "steps", "emitted_per_step", "policy")
+    }
+    return engine.timing.decode_s
+
+  cases = {name: functools.partial(decode, name) for name in engines}
+  for name, seconds in timing.take_turns(cases, _ROUNDS.value).items():
+    found[name]["tokens_per_s"] = [found[name]["emitted"] / s for s in seconds]
+  medians = {
+    name: statistics.median(found[name]["tokens_per_s"]) for name in engines
+  }
   return {
     **found,
     "ratio": medians["speculative"] / medians["plain"],
@@ -101,7 +95,7 @@ def main() -> None:
     "slots": _SLOTS,
     "cases": [],
   }
-  for kind, prompts in prompt_sets().items():
+  for kind, prompts in prompt_files.bench_sets().items():
     for rows in _ROWS.value:
       case = {"kind": kind, "rows": rows, **measure(loaded, prompts, rows)}
       record["cases"].append(case)

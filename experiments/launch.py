@@ -251,7 +251,9 @@ def inspect_draft(
   from spec_jax.pairing import (
     check_layers,
     check_same_vocabulary,
+    names_layers_file,
     parse_draft,
+    read_layers,
   )
 
   name, draft = config.drafter.name, str(config.drafter.draft)
@@ -262,8 +264,12 @@ def inspect_draft(
   if not draft:
     raise UserError(
       f"drafter {name!r} needs --config.drafter.draft: a model's name, "
-      "'target', a number of the target's layers, or layers like 0-5,24-29"
+      "'target', a number of the target's layers, layers like 0-5,24-29, or "
+      "@FILE of a search"
     )
+  if names_layers_file(draft):
+    with user_errors():
+      return read_layers(draft, target.loaded)
   parsed = parse_draft(draft)
   if parsed == "target":
     return parsed

@@ -29,6 +29,19 @@ def root(path: str) -> str:
   return str(Path(__file__).resolve().parent.parent / path)
 
 
+def bench_sets() -> dict[str, list[Any]]:
+  """Returns the prompts that speeds are measured on, by kind.
+
+  "edit" asks for an edit of a text or a code, so that much is copied; in
+  "chat" little is.
+  """
+  golden = Path(root("tests/golden/prompts.txt")).read_text()
+  return {
+    "edit": read((), root("experiments/edit_prompts.jsonl")),
+    "chat": [*DEFAULT[1:], *golden.splitlines()[:6]],
+  }
+
+
 def read(given: Sequence[str], path: str) -> list[Any]:
   """Returns the prompts of a command: given ones, a file's, or the defaults.
 

@@ -1,6 +1,6 @@
 """Result files: JSON lines that survive a kill, beside a manifest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 import datetime
 import hashlib
 import json
@@ -101,6 +101,10 @@ def digest(value: Any) -> str:
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def _prompt_of(record: Mapping[str, Any]) -> Hashable:
+  return int(record["prompt"])
+
+
 class ResultFile:
   """A JSON-lines file with one line a prompt, and `<name>.manifest.json`.
 
@@ -108,17 +112,23 @@ class ResultFile:
   torn last line is cut off. A file of another configuration is never touched.
 
   Attributes:
-    done: number of the prompt -> its line.
+    done: number of the prompt (or what else `key` gives) -> its line.
     manifest: of the run that is resumed, else empty.
   """
 
-  def __init__(self, path: str, identity: Mapping[str, Any]):
+  def __init__(
+    self,
+    path: str,
+    identity: Mapping[str, Any],
+    key: Callable[[Mapping[str, Any]], Any] = _prompt_of,
+  ):
     """Opens or creates the file.
 
     Args:
       path: of the JSON-lines file.
       identity: what must be equal for a run to be resumed (configuration and
         prompts).
+      key: what tells lines apart, where it is not the prompt's number.
 
     Raises:
       UserError: if it cannot be written or holds another run.
@@ -128,7 +138,8 @@ class ResultFile:
       self.path.name.removesuffix(".jsonl") + ".manifest.json"
     )
     self._identity = digest(identity)
-    self.done: dict[int, dict[str, Any]] = {}
+    self._key = key
+    self.done: dict[Any, dict[str, Any]] = {}
     self.manifest: dict[str, Any] = {}
     self._file: Any = None
     try:
@@ -160,10 +171,10 @@ class ResultFile:
             break
           try:
             record = json.loads(line)
-            number = int(record["prompt"])
-            if number in self.done:
-              raise ValueError(f"prompt {number} twice")
-            self.done[number] = record
+            name = self._key(record)
+            if name in self.done:
+              raise ValueError(f"{name} twice")
+            self.done[name] = record
           except (ValueError, TypeError, KeyError) as error:
             raise UserError(
               f"{self.path} holds a line that is no result; give another --out"
@@ -203,7 +214,7 @@ class ResultFile:
     """Appends one line and hands it to the operating system."""
     self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
     self._file.flush()
-    self.done[int(record["prompt"])] = dict(record)
+    self.done[self._key(record)] = dict(record)
 
   def write_manifest(self, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest in one piece: the old one or the new one exists."""

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import functools
 import json
 from pathlib import Path
-import statistics
 import sys
 import time
 from typing import Any
@@ -27,11 +26,11 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
-from experiments import launch, results
+from experiments import launch, results, timing
+from experiments.timing import medians, take_turns
 from experiments.torch_peer import TorchPeer
 import spec_jax
 from spec_jax import Settings
-from spec_jax.cache import empty_block
 from spec_jax.engine import Engine
 from spec_jax.pairing import resolve_draft
 from spec_jax.programs import EngineConfig
@@ -48,48 +47,11 @@ _STEPS = 16  # decoded per timing
 PROMPT = [1, 4093, 198, 57, 5248, 2, 198, 1, 520, 9531, 198]
 
 
-def interleave(
-  cases: dict[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
-  """Calls each case in turn, after one warm-up round; returns seconds."""
-  times: dict[str, list[float]] = {name: [] for name in cases}
-  for round_ in range(rounds + 1):
-    for name, case in cases.items():
-      seconds = case()
-      if round_:
-        times[name].append(seconds)
-  return times
-
-
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
-  """Returns the median of each case in milliseconds."""
-  return {name: 1e3 * statistics.median(x) for name, x in times.items()}
-
-
-def timed(function: Callable, *args) -> float:
-  """Returns the seconds of one call until its results are there."""
-  begin = time.perf_counter()
-  jax.block_until_ready(function(*args))
-  return time.perf_counter() - begin
-
-
-def pass_of(model, params, width: int, rows: int, held: int = 200):
+def pass_of(model, params, width: int, rows: int):
   """Returns a function that times one pass of `width` tokens."""
-  cache = model.init_cache(rows, _SLOTS.value)
-  cache = cache.replace(length=jnp.full((rows,), held, jnp.int32))
-  tokens = jnp.ones((rows, width), jnp.int32)
-  positions = held + jnp.broadcast_to(jnp.arange(width)[None], (rows, width))
-  visible = jnp.tril(jnp.ones((width, width), bool))[None]
-  visible = jnp.broadcast_to(visible, (rows, width, width))
-
-  @jax.jit
-  def run(params, cache):
-    out = model.apply(
-      params, tokens, positions, cache, empty_block(cache, width), visible
-    )
-    return out.logits, out.block
-
-  return lambda: timed(run, params, cache)
+  return timing.pass_of(
+    model, params, width, rows, slots=_SLOTS.value, held=200
+  )
 
 
 def engine_of(loaded, settings, rows, drafter="none", draft=None, **options):
@@ -165,7 +127,7 @@ def step_against_parts(loaded) -> list[dict[str, Any]]:
     for name, (arguments, _) in kinds.items():
       engine = engine_of(loaded, settings, 1, **arguments)
       cases[f"step {name} {law}"] = Stepper(engine, settings)
-  times = medians(interleave(cases, _ROUNDS.value))
+  times = medians(take_turns(cases, _ROUNDS.value))
   records = []
   for law in ("greedy", "T=.7 top-p .9"):
     for name, (_, parts) in kinds.items():
@@ -191,7 +153,7 @@ def batches(loaded) -> dict[str, Any]:
     str(rows): Stepper(engine_of(loaded, settings, rows), settings)
     for rows in (1, 8)
   }
-  times = medians(interleave(dict(steppers), _ROUNDS.value))
+  times = medians(take_turns(dict(steppers), _ROUNDS.value))
   speed = {rows: int(rows) * 1e3 / ms for rows, ms in times.items()}
   return {
     "step_ms": times,
@@ -253,7 +215,7 @@ def against_torch(loaded, path: Path) -> dict[str, Any]:
   cases: dict[str, Callable[[], float]] = {"ours": ours}
   for dtype in peers:
     cases[dtype] = functools.partial(theirs, dtype)
-  times = medians(interleave(cases, _ROUNDS.value))
+  times = medians(take_turns(cases, _ROUNDS.value))
   for peer in peers.values():
     peer.close()
   speed = {name: tokens * 1e3 / ms for name, ms in times.items()}

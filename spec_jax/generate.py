@@ -111,7 +111,8 @@ def make_engine(
     work: from `plan`.
     drafter: a name from `drafters.names()`.
     draft: the draft model: another loaded model, "target" for the target
-      itself, a number of the target's first layers, or a list of layers.
+      itself, a number of the target's first layers, a list of layers, or
+      "@FILE" for those that `experiments.search_layers` found.
     options: the drafter's options.
     verifier: how drafts are judged, a key of `verifiers.VERIFIERS`.
     verifier_options: the verifier's options.

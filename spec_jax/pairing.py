@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from spec_jax import drafters
-from spec_jax.hub import Loaded
+from spec_jax.hub import Loaded, weights_hash
 from spec_jax.models import decoder
 from spec_jax.vocabulary_map import VocabularyMap, map_vocabularies
 
@@ -81,7 +83,7 @@ def parse_draft(text: str) -> str | int | tuple[int, ...]:
   """Returns the draft that a word names, if it is no model's name.
 
   "8" = the first 8 layers; "0-5,24-29" = those 12 layers; anything else
-  ("target", a model) is returned as it is.
+  ("target", a model, a file of layers) is returned as it is.
   """
   if text.isascii() and text.isdigit():
     return int(text)
@@ -93,6 +95,51 @@ def parse_draft(text: str) -> str | int | tuple[int, ...]:
       return text
     layers += range(int(ends[0]), int(ends[1]) + 1)
   return tuple(layers)
+
+
+def names_layers_file(text: str) -> bool:
+  """Tells whether a word names a file of layers: "@FILE", or "FILE.json"."""
+  return text.startswith("@") or text.endswith(".json")
+
+
+def read_layers(text: str, loaded: Loaded) -> tuple[int, ...]:
+  """Reads which layers draft from a file that a search has written.
+
+  Args:
+    text: its path, perhaps after "@": JSON with `layers`, and `model` and
+      `weights_sha256` of the model that was searched.
+    loaded: the target; its weights need not be read yet.
+
+  Raises:
+    ValueError: in one line, if it cannot be read, is no such file, was made
+      for another model, or names layers that the model does not have.
+  """
+  path = text.removeprefix("@")
+  try:
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    layers = tuple(found["layers"])
+    model, made_for = found["model"], found["weights_sha256"]
+    if not all(type(i) is int for i in layers):
+      raise ValueError(f"layers must be integers, got {layers}")
+  except OSError as error:
+    raise ValueError(
+      f"cannot read the layers in {path}: {error.strerror}"
+    ) from error
+  except (ValueError, TypeError, KeyError) as error:
+    raise ValueError(
+      f"{path} is no file of layers (JSON with layers, model and "
+      f"weights_sha256): {error}"
+    ) from error
+  ours = weights_hash(loaded)
+  if made_for != ours:
+    raise ValueError(
+      f"{path} was made for {model} with weights {str(made_for)[:12]}, the "
+      f"target {loaded.name} has {ours[:12]}"
+    )
+  try:
+    return tuple(check_layers(loaded.model.config, layers))
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
 
 
 def resolve_draft(
@@ -121,14 +168,16 @@ def resolve_draft(
     return draft.model, draft.params
   if draft == "target":
     return loaded.model, loaded.params
+  if isinstance(draft, str) and names_layers_file(draft):
+    draft = read_layers(draft, loaded)
   if isinstance(draft, int | list | tuple) and not isinstance(draft, bool):
     short, params = choose_layers(loaded.model.config, loaded.params, draft)
     stacked = isinstance(params["layers"], dict)
     dtype = params["final_norm"].dtype
     return _build_short(short, dtype, stacked), params
   raise ValueError(
-    f"draft must be a loaded model, 'target', a number of layers or a list of "
-    f"them, got {draft!r}"
+    f"draft must be a loaded model, 'target', a number of layers, a list of "
+    f"them or a file of layers, got {draft!r}"
   )
 
 

@@ -1,4 +1,4 @@
-"""Runs `experiments.generate` in this process: a start costs seconds.
+"""Runs commands of `experiments` in this process: a start costs seconds.
 
 A test file imports the fixtures it needs (`model as model`: meant, though
 the name is not read), and `built_once`, which then holds for all its tests.
@@ -14,7 +14,7 @@ from absl import flags
 import pytest
 from tiny_model import tiny_model
 
-from experiments import generate, launch, prompts
+from experiments import launch, prompts
 from spec_jax import weights
 from spec_jax.models import decoder
 
@@ -38,27 +38,47 @@ class Ran(NamedTuple):
   err: str
 
 
-def run_generate(monkeypatch, capsys, *words: str) -> Ran:
-  """Runs the command with these words, as `python -m` would.
+def fresh(name: str):
+  """Imports a command anew: flags are global, so others' are taken away.
 
-  Flags are global, so the command's module is run anew each time.
+  A command's module defines its flags on import; two that define the same
+  one cannot be imported side by side.
   """
-  monkeypatch.setattr(sys, "argv", ["generate", *words])
   by_module = flags.FLAGS.flags_by_module_dict()
-  own = {flag.name for flag in by_module.get(generate.__name__, ())}
-  for name in list(flags.FLAGS):
-    if name in own or name.startswith("config."):
-      delattr(flags.FLAGS, name)
+  own = {
+    flag.name
+    for module, found in by_module.items()
+    for flag in found
+    if module.startswith("experiments.")
+  }
+  for flag in list(flags.FLAGS):
+    if flag in own or flag.startswith("config."):
+      delattr(flags.FLAGS, flag)
   flags.FLAGS.unparse_flags()
-  importlib.reload(generate)
+  module = f"experiments.{name}"
+  if module in sys.modules:
+    return importlib.reload(sys.modules[module])
+  return importlib.import_module(module)
+
+
+def run_command(monkeypatch, capsys, name, *words: str, config="") -> Ran:
+  """Runs `python -m experiments.<name>` with these words, in this process."""
+  monkeypatch.setattr(sys, "argv", [name, *words])
+  module = fresh(name)
   capsys.readouterr()
   code = 0
   try:
-    launch.run(generate.main, prompts.root("configs/generate.py"))
+    launch.run(module.main, config)
   except SystemExit as end:
     code = end.code
   shown = capsys.readouterr()
   return Ran(code, shown.out, shown.err)
+
+
+def run_generate(monkeypatch, capsys, *words: str) -> Ran:
+  """Runs `experiments.generate` with these words."""
+  config = prompts.root("configs/generate.py")
+  return run_command(monkeypatch, capsys, "generate", *words, config=config)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,388 @@
+"""Measures every drafter on Spec-Bench's subtasks and on edits of code.
+
+  python -m experiments.spec_bench --questions=PATH/question.jsonl
+    --out=experiments/results/spec_bench.jsonl [--write_readme]
+
+Prompts of the six subtasks (first turns) and own prompts that ask for an edit,
+greedy and at temperature .7. Each prompt is decoded plainly and by every case
+in turn, within a minute or so, so a disturbance of the machine meets all. The
+prompt is read once for plain decoding and all drafters that keep no state.
+Seconds are those of decoding, compiling apart; `total_` counts reading too.
+
+One line a case, temperature and subtask; a run that was killed goes on, and
+cases that are new are added. What a length policy has learnt stays over the
+prompts, what a drafter has learnt does not. Nothing else should run.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+import re
+from typing import Any
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from experiments import (
+  bench_summary as summary,
+  bench_tasks,
+  launch,
+  prompts as prompt_files,
+  results,
+  show,
+)
+from experiments.launch import UserError
+import spec_jax
+from spec_jax import Settings, drafters, metrics, rows
+from spec_jax.base import DETERMINISTIC, SpecState
+from spec_jax.engine import Engine, Finished
+from spec_jax.generate import make_engine
+from spec_jax.requests import slots_for
+from spec_jax.work import Work, plan
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_OTHER = flags.DEFINE_string(
+  "other_draft", "", "A small model with another tokenizer, for cases with one."
+)
+_QUESTIONS = flags.DEFINE_string(
+  "questions", "", "Spec-Bench's question.jsonl (category, turns)."
+)
+_OUT = flags.DEFINE_string("out", "", "JSON-lines file to write or go on with.")
+_CASES = flags.DEFINE_string("cases", "", "Regular expression: cases to run.")
+_PER_TASK = flags.DEFINE_integer(
+  "prompts_per_task", 8, "Prompts of a subtask, evenly from the file."
+)
+flags.DEFINE_alias("per_task", "prompts_per_task")
+_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of an answer.")
+_TEMPERATURES = flags.DEFINE_multi_float("temperatures", [0.0, 0.7], "Of rows.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the sampled texts.")
+_README = flags.DEFINE_bool(
+  "write_readme", False, "Write the table into README.md, between its markers."
+)
+
+# Stands for --other_draft.
+OTHER = "other"
+# Name -> keyword arguments of `make_engine`; a case is one line. Those whose
+# drafter has no file, or needs what is not there, are left out and said.
+CASES: dict[str, dict[str, Any]] = {
+  "lookup 3": {"drafter": "prompt_lookup", "options": {"num_draft": 3}},
+  "lookup 7": {"drafter": "prompt_lookup", "options": {"num_draft": 7}},
+  summary.DEFAULT: {"drafter": "prompt_lookup", "policy": "cost"},
+  "suffix": {"drafter": "suffix"},
+  "suffix cost": {"drafter": "suffix", "policy": "cost"},
+  "ngram cost": {"drafter": "ngram", "policy": "cost"},
+  "recycling": {"drafter": "recycling"},
+  "recycling cost": {"drafter": "recycling", "policy": "cost"},
+  "lookahead cost": {"drafter": "lookahead", "policy": "cost"},
+  "first of cost": {"drafter": "first_of", "policy": "cost"},
+  "merge cost": {"drafter": "merge", "policy": "cost"},
+  "cascade cost": {"drafter": "cascade", "policy": "cost"},
+  "8 layers cost": {"drafter": "vanilla", "draft": 8, "policy": "cost"},
+  "best first": {"drafter": "best_first", "draft": 8, "policy": "cost"},
+  "tli cost": {"drafter": "tli", "draft": OTHER, "policy": "cost"},
+  "slem cost": {"drafter": "slem", "draft": OTHER, "policy": "cost"},
+}
+PLAIN = "plain"
+# Sizes of the cache: few, since each is a program for every case.
+_SLOTS = (512, 2048)
+_WARM_UP = 8  # tokens read, and written, before anything counts
+
+
+def adopt(engine: Engine, prefix: SpecState) -> SpecState | None:
+  """Returns a state that begins where another engine's prefix ends.
+
+  Args:
+    engine: of the same target and number of slots.
+    prefix: from `Engine.prefix`.
+
+  Returns:
+    None if this engine's drafter keeps a state: it must read for itself.
+  """
+  if jax.tree.leaves(jax.eval_shape(engine.programs.empty).draft):
+    return None
+  own = rows.take_rows(engine.programs.empty(), jnp.zeros((1,), jnp.int32))
+  return dataclasses.replace(own, target=prefix.target, tokens=prefix.tokens)
+
+
+class Bench:
+  """The engines of one temperature, and what they are asked.
+
+  Attributes:
+    work: all prompts of all subtasks.
+    cases: name -> arguments of `make_engine`.
+  """
+
+  def __init__(
+    self, loaded: spec_jax.Loaded, work: Work, cases: dict[str, dict]
+  ):
+    self.loaded, self.work = loaded, work
+    self.cases = {PLAIN: {}, **cases}
+    self._engines: dict[tuple[str, int], Engine] = {}
+
+  def engine(self, case: str, slots: int) -> Engine:
+    """Returns a case's engine of a size, warmed up."""
+    if (case, slots) not in self._engines:
+      show.note(f"preparing {case}, {slots} slots")
+      engine = make_engine(
+        self.loaded,
+        self.work,
+        batch_size=1,
+        slots=slots,
+        **self.cases[case],
+      )
+      self._engines[case, slots] = engine
+      job = self.work.jobs[0]
+      short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
+      job = job._replace(ids=job.ids[:_WARM_UP], settings=short)
+      plain = self._engines[PLAIN, slots]
+      list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
+    return self._engines[case, slots]
+
+  def slots(self, number: int) -> int:
+    """Returns the size of the cache that a prompt needs."""
+    job = self.work.jobs[number]
+    wanted = len(job.ids) + job.settings.max_new_tokens
+    fits = [size for size in _SLOTS if size >= wanted]
+    context = self.loaded.model.config.max_length
+    return min(fits[0] if fits else slots_for(wanted), context)
+
+  def decode(
+    self, number: int, cases: Sequence[str], turn: int
+  ) -> Iterator[tuple[str, Finished, metrics.Timing]]:
+    """Decodes one prompt by plain decoding and all cases.
+
+    Args:
+      number: of the prompt.
+      cases: names.
+      turn: which of them begins: nobody shall always come first.
+
+    Yields:
+      (case, its text and counts, its seconds).
+    """
+    slots, job = self.slots(number), self.work.jobs[number]
+    engines = {case: self.engine(case, slots) for case in (PLAIN, *cases)}
+    plain = engines[PLAIN]
+    plain.timing = metrics.Timing()
+    shared = plain.prefix(job.ids)
+    read = plain.timing
+    order = list(engines)
+    turn %= len(order)
+    for case in order[turn:] + order[:turn]:
+      engine = engines[case]
+      start = adopt(engine, shared)
+      engine.timing = metrics.Timing()
+      (done,) = engine.run([job], start=start)
+      spent = engine.timing
+      if start is not None:
+        spent = dataclasses.replace(spent, prefill_s=read.prefill_s)
+      yield case, done, spent
+
+  def must_agree(self, case: str, slots: int) -> bool:
+    """Tells whether a case's text must be plain decoding's."""
+    programs = self.engine(case, slots).programs
+    greedy = self.work.jobs[0].settings.temperature == 0
+    certain = set(programs.drafter.laws) == {DETERMINISTIC}
+    return not programs.lossy and (greedy or certain)
+
+
+def line_of(
+  bench: Bench,
+  case: str,
+  numbers: Sequence[int],
+  ours: Sequence[tuple[Finished, metrics.Timing]],
+  plain: Sequence[tuple[Finished, metrics.Timing]],
+) -> dict[str, Any]:
+  """Returns what is recorded of a case on a subtask, times and ratios."""
+  engine = bench.engine(case, bench.slots(numbers[-1]))
+  counts = metrics.Counts.sum([done.counts for done, _ in ours])
+  agree = bench.must_agree(case, bench.slots(numbers[-1]))
+  pairs = zip(ours, plain, strict=True)
+  same = [done.ids == other.ids for (done, _), (other, _) in pairs]
+  raw: dict[str, list[float]] = {}
+  for who, runs in (("", ours), ("plain_", plain)):
+    raw[f"{who}tokens"] = [done.counts.emitted for done, _ in runs]
+    raw[f"{who}decode_s"] = [spent.decode_s for _, spent in runs]
+    raw[f"{who}prefill_s"] = [spent.prefill_s for _, spent in runs]
+  costs = engine.costs
+  return {
+    "batch_size": 1,
+    **raw,
+    **summary.ratios([raw]),
+    "tokens_per_s": counts.emitted / sum(raw["decode_s"]),
+    "plain_tokens_per_s": sum(raw["plain_tokens"]) / sum(raw["plain_decode_s"]),
+    "emitted": counts.emitted,
+    "steps": counts.steps,
+    **counts.rates(),
+    "prompts": [
+      {
+        "steps": done.counts.steps,
+        "drafted_at": done.counts.drafted_at,
+        "accepted_at": done.counts.accepted_at,
+      }
+      for done, _ in ours
+    ],
+    "text_must_agree": agree,
+    "identical": sum(same),
+    "different": [n for n, s in zip(numbers, same, strict=True) if not s],
+    "costs_s": costs,
+    "policy": engine.policy_report(),
+  }
+
+
+def run_subtask(
+  bench: Bench, cases: Sequence[str], numbers: Sequence[int], title: str
+) -> dict[str, dict[str, Any]]:
+  """Decodes a subtask's prompts by all cases; returns their lines."""
+  found: dict[str, list] = {case: [] for case in (PLAIN, *cases)}
+  total = len(numbers) * len(found)
+  with tqdm(total=total, desc=title, unit="run", disable=None) as bar:
+    for turn, number in enumerate(numbers):
+      for case, done, spent in bench.decode(number, cases, turn):
+        found[case].append((done, spent))
+        bar.update()
+      if bar.disable:  # not a terminal
+        show.note(f"{title}: prompt {turn + 1} of {len(numbers)}")
+  return {
+    case: line_of(bench, case, numbers, found[case], found[PLAIN])
+    for case in cases
+  }
+
+
+def usable_cases(
+  loaded: spec_jax.Loaded, work: Work, pattern: str
+) -> dict[str, dict[str, Any]]:
+  """Returns the cases that can run here, drafts loaded; says which cannot."""
+  found = {}
+  for name, arguments in CASES.items():
+    if not re.search(pattern, name):
+      continue
+    why = ""
+    if arguments["drafter"] not in drafters.names():
+      why = f"there is no drafter {arguments['drafter']!r}"
+    elif arguments.get("draft") == OTHER and not _OTHER.value:
+      why = "it needs --other_draft"
+    else:
+      try:
+        made = dict(arguments)
+        if made.get("draft") == OTHER:
+          made["draft"] = spec_jax.load(_OTHER.value)
+        make_engine(loaded, work, batch_size=1, **made)
+        found[name] = made
+      except ValueError as error:
+        why = str(error)
+    if why:
+      show.note(f"left out: {name}: {why}")
+  if not found:
+    raise UserError(f"no case matches --cases={pattern!r}")
+  return found
+
+
+def _key(record) -> tuple[str, float, str]:
+  return record["case"], float(record["temperature"]), record["subtask"]
+
+
+def _check_arguments(done: dict, cases: dict) -> None:
+  """Checks that the lines there are were measured as the cases now say.
+
+  Raises:
+    UserError: naming the case that has changed.
+  """
+  for (case, _, _), line in done.items():
+    wanted = CASES.get(case)
+    if case in cases and line["arguments"] != json.loads(json.dumps(wanted)):
+      raise UserError(
+        f"case {case!r} was measured with {line['arguments']}, now it is "
+        f"{wanted}: give it another name or take its lines out of the file"
+      )
+
+
+def measure(out: results.ResultFile, loaded, tasks) -> None:
+  """Runs what the file does not hold yet."""
+  named = [(task, *item) for task, items in tasks.items() for item in items]
+  texts = [text for _, _, text in named]
+  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
+  commit = results.environment()["commit"]
+  for temperature in _TEMPERATURES.value:
+    settings = Settings(temperature=temperature, max_new_tokens=_TOKENS.value)
+    work = plan(loaded, chats, settings, _SEED.value)
+    prompt_files.check_fits(loaded, work, 0)
+    if any(len(job.ids) < 2 for job in work.jobs):
+      raise UserError("a prompt of one token cannot be read beforehand")
+    cases = usable_cases(loaded, work, _CASES.value)
+    _check_arguments(out.done, cases)
+    bench = Bench(loaded, work, cases)
+    for task in tasks:
+      numbers = [i for i, item in enumerate(named) if item[0] == task]
+      todo = [c for c in cases if (c, temperature, task) not in out.done]
+      if not todo:
+        continue
+      title = f"T={temperature:g} {task}"
+      lines = run_subtask(bench, todo, numbers, title)
+      for case, line in lines.items():
+        line = {
+          "case": case,
+          "temperature": temperature,
+          "subtask": task,
+          "commit": commit,
+          "questions": [named[n][1] for n in numbers],
+          **line,
+          "arguments": CASES[case],
+          "different": [named[n][1] for n in line["different"]],
+        }
+        out.write(line)
+        print(summary.one_line(line), flush=True)
+
+
+def main() -> int:
+  """Measures what is missing, then prints table, bars and oracle.
+
+  Returns:
+    1 if a text that must be plain decoding's is another, else 0.
+  """
+  re.compile(_CASES.value)
+  tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
+  if not _OUT.value:
+    raise UserError("give --out=FILE: it holds the lines, and resumes a run")
+  loaded = spec_jax.load(_MODEL.value)
+  identity = {
+    "command": "experiments.spec_bench",
+    "model": _MODEL.value,
+    "weights_sha256": spec_jax.hub.weights_hash(loaded),
+    "tasks": tasks,
+    "max_new_tokens": _TOKENS.value,
+    "seed": _SEED.value,
+  }
+  with contextlib.closing(
+    results.ResultFile(_OUT.value, identity, _key)
+  ) as out:
+    out.write_manifest(
+      {
+        **{k: v for k, v in identity.items() if k != "tasks"},
+        "prompts": {
+          task: [name for name, _ in items] for task, items in tasks.items()
+        },
+        "environment": results.environment(),
+        "interval": "95 %, bootstrap over prompts",
+      }
+    )
+    measure(out, loaded, tasks)
+    lines = list(out.done.values())
+  print(summary.markdown(lines))
+  print(summary.report_bars(lines))
+  print(summary.report_oracle(lines))
+  if _README.value:
+    summary.write_between(
+      Path(prompt_files.root("README.md")), summary.markdown(lines)
+    )
+  wrong = summary.wrong_texts(lines)
+  if wrong:
+    print("\n".join(["", *wrong]), flush=True)
+  return int(bool(wrong))
+
+
+if __name__ == "__main__":
+  launch.run(main)
