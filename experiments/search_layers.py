@@ -204,11 +204,13 @@ class Tried:
       self.best = layers, score
       self._keep(layers, score)
       plain = self._costs.target[0]
-      tqdm.write(
-        f"{len(self._asked)}: {plain / score.objective:.3f} x plain with "
-        f"{len(layers)} layers {words(layers)}, {score.depth} deep, "
-        f"{score.emitted_per_step:.2f} tokens a step"
-      )
+      with tqdm.external_write_mode():
+        print(
+          f"{len(self._asked)}: {plain / score.objective:.3f} x plain with "
+          f"{len(layers)} layers {words(layers)}, {score.depth} deep, "
+          f"{score.emitted_per_step:.2f} tokens a step",
+          flush=True,
+        )
     elif new and self._bar.disable and len(self._asked) % 20 == 0:
       show.note(f"{len(self._asked)} of {self._most} sets")
     return score.objective

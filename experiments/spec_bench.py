@@ -331,6 +331,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
           "questions": [named[n][1] for n in numbers],
           **line,
           "arguments": CASES[case],
+          "other_draft": _OTHER.value or None,
           "different": [named[n][1] for n in line["different"]],
         }
         out.write(line)
@@ -343,7 +344,10 @@ def main() -> int:
   Returns:
     1 if a text that must be plain decoding's is another, else 0.
   """
-  re.compile(_CASES.value)
+  try:
+    re.compile(_CASES.value)
+  except re.error as error:
+    raise UserError(f"--cases is no regular expression: {error}") from error
   tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
   if not _OUT.value:
     raise UserError("give --out=FILE: it holds the lines, and resumes a run")

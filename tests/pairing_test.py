@@ -1,5 +1,7 @@
 """Tests of which models may draft for a target, in `generate` and alone."""
 
+import json
+
 from generating import SAMPLED, changed, generate_small, loaded as loaded
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_tokenizer import byte_level_tokenizer
 
-from spec_jax import pairing
+from spec_jax import hub, pairing
 from spec_jax.generate import generate
 from spec_jax.models import decoder
 from spec_jax.pairing import check_same_vocabulary, resolve_draft
@@ -130,3 +132,55 @@ def test_a_draft_is_parsed_from_a_word():
     ("²", "²"),
   ):
     assert pairing.parse_draft(word) == draft
+
+
+def _layers_file(path, loaded, **change):
+  """Writes a file of layers that was made for a model, and returns its path."""
+  record = {
+    "layers": [1],
+    "model": "tiny",
+    "weights_sha256": hub.weights_hash(loaded),
+  }
+  path.write_text(json.dumps(record | change))
+  return str(path)
+
+
+def test_a_file_of_layers_drafts(loaded, tmp_path):
+  """With or without "@", the file's layers are what drafts."""
+  path = _layers_file(tmp_path / "x.json", loaded)
+  assert pairing.parse_draft(path) == path
+  for word in (path, f"@{path}"):
+    model, params = resolve_draft(loaded, word)
+    assert model.config.num_layers == 1
+    assert params["layers"][0] is loaded.params["layers"][1]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"weights_sha256": "ab" * 32}, "was made for tiny with weights abababab"),
+    ({"layers": [0, 2]}, r"must be in \[0, 1\], one at least, got \[0, 2\]"),
+    ({"layers": [1, 0]}, "must rise"),
+    ({"layers": [0.5]}, "is no file of layers .* must be integers"),
+    ({"layers": 3}, "is no file of layers"),
+  ],
+)
+def test_a_file_of_layers_of_another_model_is_refused(
+  loaded, tmp_path, change, message
+):
+  """In one line: other weights, layers it does not have, another file."""
+  path = _layers_file(tmp_path / "x.json", loaded, **change)
+  with pytest.raises(ValueError, match=message) as found:
+    resolve_draft(loaded, path)
+  assert "\n" not in str(found.value)
+
+
+def test_what_is_no_file_of_layers_is_refused(loaded, tmp_path):
+  """Nothing there, no JSON, or JSON of something else."""
+  with pytest.raises(ValueError, match=r"cannot read the layers in .*none"):
+    resolve_draft(loaded, f"@{tmp_path / 'none'}")
+  for text in ("{", "[]", "{}", "3"):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no file of layers"):
+      resolve_draft(loaded, str(path))

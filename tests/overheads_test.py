@@ -1,0 +1,95 @@
+"""Tests of what is timed as overhead, and of the shares that are recorded."""
+
+import json
+
+from commands import (
+  built_once as built_once,
+  fresh,
+  model as model,
+  run_command,
+)
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import tree as trees
+from spec_jax.base import DETERMINISTIC, IID
+
+
+@pytest.mark.parametrize("law", [DETERMINISTIC, IID])
+def test_the_timed_walk_accepts_the_deepest_path(law):
+  """All of the first chain, greedy and sampled; a twin stops at once."""
+  overheads = fresh("overheads")
+  for parents in overheads.TREES.values():
+    tree = trees.from_parents(parents)
+    assert tree.num_nodes == 64
+    noise = overheads.no_noise(1, tree.num_nodes, tree.depth)
+    draft, logits = overheads.accepted_draft(tree, 100, law)
+    for settings in overheads.SAMPLINGS.values():
+      sampling = overheads.sampling_of(settings)
+      walk = overheads.walk(None, logits, draft, sampling, noise)
+      assert int(walk.num_accepted[0]) == tree.depth
+      other = overheads.walk(None, -logits, draft, sampling, noise)
+      assert int(other.num_accepted[0]) == 0
+
+
+def test_a_piece_times_a_call_and_consumes_nothing():
+  """Again and again, on what it was given; idling takes the same arguments."""
+  overheads = fresh("overheads")
+  held = jnp.arange(4.0)
+
+  def function(params, x, y):
+    return params * x + y
+
+  piece = overheads.Piece(function, 2.0, held, (jnp.ones(4),))
+  assert all(0 < piece() < 60 for _ in range(3))
+  np.testing.assert_array_equal(held, [0, 1, 2, 3])
+  np.testing.assert_array_equal(piece.result(), [1, 3, 5, 7])
+  assert piece.idle()() > 0 and piece.idle().result().shape == ()
+
+
+def test_a_share_is_without_the_call_and_against_one_pass():
+  """1.5 of propose and .1 of update less .1 each, in a pass of 20: 7 %."""
+  overheads = fresh("overheads")
+  ms = {
+    ("slow", "propose"): 1.5,
+    ("slow", "propose call"): 0.1,
+    ("slow", "update"): 0.1,
+    ("slow", "update call"): 0.1,
+    ("fast", "propose"): 0.3,
+    ("fast", "propose call"): 0.1,
+    ("fast", "update"): 0.05,
+    ("fast", "update call"): 0.1,
+  }
+  slow, fast = overheads.drafter_lines(ms, 20.0)
+  assert slow["share"] == pytest.approx(0.07) and not slow["met"]
+  assert fast["share"] == pytest.approx(0.01) and fast["met"]
+  assert fast["update_ms"] == 0 and slow["limit"] == 0.02
+
+
+def test_every_table_drafter_and_walk_is_in_the_file(
+  model, tmp_path, monkeypatch, capsys
+):
+  """Drafters are timed while they propose; shares follow from the times."""
+  overheads = fresh("overheads")
+  names = overheads.table_drafters()
+  assert "prompt_lookup" in names and not {"none", "vanilla"} & set(names)
+  out = tmp_path / "x.json"
+  ran = run_command(
+    monkeypatch,
+    capsys,
+    "overheads",
+    f"--model={model}",
+    f"--out={out}",
+    "--rounds=1",
+  )
+  assert ran.code in (0, None), ran.err
+  record = json.loads(out.read_text())
+  (lookup,) = [x for x in record["drafters"] if x["drafter"] == "prompt_lookup"]
+  assert 1 <= lookup["proposed"] <= 7
+  whole = lookup["propose_ms"] + lookup["update_ms"]
+  assert lookup["share"] == pytest.approx(whole / lookup["pass_ms"])
+  assert len(record["verify"]) == 2 * 2 * 2
+  for line in record["verify"]:
+    assert line["nodes"] == 64 and line["limit"] == 0.05
+    assert line["share"] == pytest.approx(line["verify_ms"] / line["pass_ms"])
