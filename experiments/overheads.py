@@ -47,10 +47,19 @@ from spec_jax.work import plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
+_CORPUS = flags.DEFINE_string(
+  "corpus", "", "An index of a corpus, for drafters that read one."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 31, "Counted repetitions.")
 _SLOTS = flags.DEFINE_integer("slots", 512, "Tokens a row has room for.")
 _HELD = 200  # tokens behind a timed pass
 _WRITTEN = 16  # steps of the answer before a drafter is timed
+
+# Of drafters that are made of others: none that asks a model.
+_OPTIONS: dict[str, dict[str, Any]] = {
+  name: {"first": "prompt_lookup", "second": "recycling"}
+  for name in ("first_of", "merge")
+}
 
 # Shares of a target pass that must not be passed.
 DRAFTER_LIMIT, VERIFY_LIMIT = 0.02, 0.05
@@ -193,9 +202,17 @@ def drafter_pieces(
   found: dict[tuple[str, str], Piece] = {}
   proposed: dict[str, int] = {}
   for name in table_drafters():
+    options = dict(_OPTIONS.get(name, {}))
+    if _CORPUS.value and "corpus" in drafters.options(name):
+      options["corpus"] = _CORPUS.value
     try:
       engine = make_engine(
-        loaded, work, drafter=name, batch_size=1, slots=_SLOTS.value
+        loaded,
+        work,
+        drafter=name,
+        options=options,
+        batch_size=1,
+        slots=_SLOTS.value,
       )
     except ValueError as error:
       show.note(f"left out: {name}: {error}")

@@ -14,17 +14,14 @@ cases that are new are added. What a length policy has learnt stays over the
 prompts, what a drafter has learnt does not. Nothing else should run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 import re
 from typing import Any
 
 from absl import flags
-import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from experiments import (
@@ -35,18 +32,20 @@ from experiments import (
   results,
   show,
 )
+from experiments.bench_engines import PLAIN, Bench
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings, drafters, metrics, rows
-from spec_jax.base import DETERMINISTIC, SpecState
-from spec_jax.engine import Engine, Finished
+from spec_jax import Settings, drafters, metrics
+from spec_jax.engine import Finished
 from spec_jax.generate import make_engine
-from spec_jax.requests import slots_for
 from spec_jax.work import Work, plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OTHER = flags.DEFINE_string(
   "other_draft", "", "A small model with another tokenizer, for cases with one."
+)
+_CORPUS = flags.DEFINE_string(
+  "corpus", "", "An index of a corpus, for cases with one."
 )
 _QUESTIONS = flags.DEFINE_string(
   "questions", "", "Spec-Bench's question.jsonl (category, turns)."
@@ -64,8 +63,10 @@ _README = flags.DEFINE_bool(
   "write_readme", False, "Write the table into README.md, between its markers."
 )
 
-# Stands for --other_draft.
-OTHER = "other"
+# Stand for the values of the flags of these names.
+OTHER, CORPUS = "--other_draft", "--corpus"
+_COST, _INDEX = {"policy": "cost"}, {"corpus": CORPUS}
+_LOOKUP_AND = {"first": "prompt_lookup", "second": "recycling"}
 # Name -> keyword arguments of `make_engine`; a case is one line. Those whose
 # drafter has no file, or needs what is not there, are left out and said.
 CASES: dict[str, dict[str, Any]] = {
@@ -74,119 +75,19 @@ CASES: dict[str, dict[str, Any]] = {
   summary.DEFAULT: {"drafter": "prompt_lookup", "policy": "cost"},
   "suffix": {"drafter": "suffix"},
   "suffix cost": {"drafter": "suffix", "policy": "cost"},
-  "ngram cost": {"drafter": "ngram", "policy": "cost"},
+  "suffix corpus": {**_COST, "drafter": "suffix", "options": _INDEX},
+  "ngram cost": {**_COST, "drafter": "ngram", "options": _INDEX},
   "recycling": {"drafter": "recycling"},
   "recycling cost": {"drafter": "recycling", "policy": "cost"},
   "lookahead cost": {"drafter": "lookahead", "policy": "cost"},
-  "first of cost": {"drafter": "first_of", "policy": "cost"},
-  "merge cost": {"drafter": "merge", "policy": "cost"},
-  "cascade cost": {"drafter": "cascade", "policy": "cost"},
+  "first of cost": {**_COST, "drafter": "first_of", "options": _LOOKUP_AND},
+  "merge cost": {**_COST, "drafter": "merge", "options": _LOOKUP_AND},
+  "cascade cost": {"drafter": "cascade", "draft": 8, "policy": "cost"},
   "8 layers cost": {"drafter": "vanilla", "draft": 8, "policy": "cost"},
   "best first": {"drafter": "best_first", "draft": 8, "policy": "cost"},
   "tli cost": {"drafter": "tli", "draft": OTHER, "policy": "cost"},
   "slem cost": {"drafter": "slem", "draft": OTHER, "policy": "cost"},
 }
-PLAIN = "plain"
-# Sizes of the cache: few, since each is a program for every case.
-_SLOTS = (512, 2048)
-_WARM_UP = 8  # tokens read, and written, before anything counts
-
-
-def adopt(engine: Engine, prefix: SpecState) -> SpecState | None:
-  """Returns a state that begins where another engine's prefix ends.
-
-  Args:
-    engine: of the same target and number of slots.
-    prefix: from `Engine.prefix`.
-
-  Returns:
-    None if this engine's drafter keeps a state: it must read for itself.
-  """
-  if jax.tree.leaves(jax.eval_shape(engine.programs.empty).draft):
-    return None
-  own = rows.take_rows(engine.programs.empty(), jnp.zeros((1,), jnp.int32))
-  return dataclasses.replace(own, target=prefix.target, tokens=prefix.tokens)
-
-
-class Bench:
-  """The engines of one temperature, and what they are asked.
-
-  Attributes:
-    work: all prompts of all subtasks.
-    cases: name -> arguments of `make_engine`.
-  """
-
-  def __init__(
-    self, loaded: spec_jax.Loaded, work: Work, cases: dict[str, dict]
-  ):
-    self.loaded, self.work = loaded, work
-    self.cases = {PLAIN: {}, **cases}
-    self._engines: dict[tuple[str, int], Engine] = {}
-
-  def engine(self, case: str, slots: int) -> Engine:
-    """Returns a case's engine of a size, warmed up."""
-    if (case, slots) not in self._engines:
-      show.note(f"preparing {case}, {slots} slots")
-      engine = make_engine(
-        self.loaded,
-        self.work,
-        batch_size=1,
-        slots=slots,
-        **self.cases[case],
-      )
-      self._engines[case, slots] = engine
-      job = self.work.jobs[0]
-      short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
-      job = job._replace(ids=job.ids[:_WARM_UP], settings=short)
-      plain = self._engines[PLAIN, slots]
-      list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
-    return self._engines[case, slots]
-
-  def slots(self, number: int) -> int:
-    """Returns the size of the cache that a prompt needs."""
-    job = self.work.jobs[number]
-    wanted = len(job.ids) + job.settings.max_new_tokens
-    fits = [size for size in _SLOTS if size >= wanted]
-    context = self.loaded.model.config.max_length
-    return min(fits[0] if fits else slots_for(wanted), context)
-
-  def decode(
-    self, number: int, cases: Sequence[str], turn: int
-  ) -> Iterator[tuple[str, Finished, metrics.Timing]]:
-    """Decodes one prompt by plain decoding and all cases.
-
-    Args:
-      number: of the prompt.
-      cases: names.
-      turn: which of them begins: nobody shall always come first.
-
-    Yields:
-      (case, its text and counts, its seconds).
-    """
-    slots, job = self.slots(number), self.work.jobs[number]
-    engines = {case: self.engine(case, slots) for case in (PLAIN, *cases)}
-    plain = engines[PLAIN]
-    plain.timing = metrics.Timing()
-    shared = plain.prefix(job.ids)
-    read = plain.timing
-    order = list(engines)
-    turn %= len(order)
-    for case in order[turn:] + order[:turn]:
-      engine = engines[case]
-      start = adopt(engine, shared)
-      engine.timing = metrics.Timing()
-      (done,) = engine.run([job], start=start)
-      spent = engine.timing
-      if start is not None:
-        spent = dataclasses.replace(spent, prefill_s=read.prefill_s)
-      yield case, done, spent
-
-  def must_agree(self, case: str, slots: int) -> bool:
-    """Tells whether a case's text must be plain decoding's."""
-    programs = self.engine(case, slots).programs
-    greedy = self.work.jobs[0].settings.temperature == 0
-    certain = set(programs.drafter.laws) == {DETERMINISTIC}
-    return not programs.lossy and (greedy or certain)
 
 
 def line_of(
@@ -255,29 +156,34 @@ def run_subtask(
 def usable_cases(
   loaded: spec_jax.Loaded, work: Work, pattern: str
 ) -> dict[str, dict[str, Any]]:
-  """Returns the cases that can run here, drafts loaded; says which cannot."""
+  """Returns the cases that can run here, drafts loaded; says which cannot.
+
+  Raises:
+    UserError: if there is none.
+  """
+  given = {OTHER: _OTHER.value, CORPUS: _CORPUS.value}
   found = {}
-  for name, arguments in CASES.items():
+  for name, case in CASES.items():
     if not re.search(pattern, name):
       continue
-    why = ""
-    if arguments["drafter"] not in drafters.names():
-      why = f"there is no drafter {arguments['drafter']!r}"
-    elif arguments.get("draft") == OTHER and not _OTHER.value:
-      why = "it needs --other_draft"
-    else:
-      try:
-        made = dict(arguments)
-        if made.get("draft") == OTHER:
-          made["draft"] = spec_jax.load(_OTHER.value)
-        make_engine(loaded, work, batch_size=1, **made)
-        found[name] = made
-      except ValueError as error:
-        why = str(error)
-    if why:
-      show.note(f"left out: {name}: {why}")
+    made = {**case, "options": dict(case.get("options", {}))}
+    asked = [made.get("draft"), *made["options"].values()]
+    needs = {x for x in asked if isinstance(x, str) and x in given}
+    try:
+      if case["drafter"] not in drafters.names():
+        raise ValueError(f"there is no drafter {case['drafter']!r}")
+      if missing := sorted(x for x in needs if not given[x]):
+        raise ValueError(f"it needs {missing[0]}")
+      if made.get("draft") == OTHER:
+        made["draft"] = spec_jax.load(_OTHER.value)
+      if CORPUS in needs:
+        made["options"]["corpus"] = _CORPUS.value
+      make_engine(loaded, work, batch_size=1, **made)
+      found[name] = made
+    except (ValueError, spec_jax.LoadError) as error:
+      show.note(f"left out: {name}: {error}")
   if not found:
-    raise UserError(f"no case matches --cases={pattern!r}")
+    raise UserError(f"no case of --cases={pattern!r} can run")
   return found
 
 
@@ -332,6 +238,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
           **line,
           "arguments": CASES[case],
           "other_draft": _OTHER.value or None,
+          "corpus": _CORPUS.value or None,
           "different": [named[n][1] for n in line["different"]],
         }
         out.write(line)

@@ -4,14 +4,13 @@ import json
 
 from commands import (
   built_once as built_once,
-  fresh,
   model as model,
   read_lines,
   run_command,
 )
 import pytest
 
-from experiments import bench_summary as summary, bench_tasks
+from experiments import bench_engines, bench_summary as summary, bench_tasks
 from experiments.launch import UserError
 import spec_jax
 from spec_jax import Settings
@@ -153,18 +152,17 @@ def test_a_case_that_has_changed_is_refused(bench, tmp_path):
 
 def test_only_drafters_without_a_state_take_over_a_prefix(model):
   """Prompt lookup goes on from plain's; a draft model reads for itself."""
-  module = fresh("spec_bench")
   loaded = spec_jax.load(str(model))
   work = plan(loaded, ["ab ab ab ab"], Settings(max_new_tokens=8), 0)
   cases = {
     "lookup": {"drafter": "prompt_lookup"},
     "vanilla": {"drafter": "vanilla", "draft": 1},
   }
-  bench = module.Bench(loaded, work, cases)
+  bench = bench_engines.Bench(loaded, work, cases)
   prefix = bench.engine("plain", 512).prefix(work.jobs[0].ids)
-  assert module.adopt(bench.engine("vanilla", 512), prefix) is None
+  assert bench_engines.adopt(bench.engine("vanilla", 512), prefix) is None
   engine = bench.engine("lookup", 512)
-  state = module.adopt(engine, prefix)
+  state = bench_engines.adopt(engine, prefix)
   (here,) = engine.run(work.jobs, start=state)
   (afresh,) = engine.run(work.jobs)
   assert here.ids == afresh.ids and here.counts == afresh.counts

@@ -1,0 +1,118 @@
+"""The engines of `experiments.spec_bench`, which take turns by prompts."""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from experiments import show
+import spec_jax
+from spec_jax import metrics, rows
+from spec_jax.base import DETERMINISTIC, SpecState
+from spec_jax.engine import Engine, Finished
+from spec_jax.generate import make_engine
+from spec_jax.requests import slots_for
+from spec_jax.work import Work
+
+PLAIN = "plain"
+# Sizes of the cache: few, since each is a program for every case.
+_SLOTS = (512, 2048)
+_WARM_UP = 8  # tokens read, and written, before anything counts
+
+
+def adopt(engine: Engine, prefix: SpecState) -> SpecState | None:
+  """Returns a state that begins where another engine's prefix ends.
+
+  Args:
+    engine: of the same target and number of slots.
+    prefix: from `Engine.prefix`.
+
+  Returns:
+    None if this engine's drafter keeps a state: it must read for itself.
+  """
+  if jax.tree.leaves(jax.eval_shape(engine.programs.empty).draft):
+    return None
+  own = rows.take_rows(engine.programs.empty(), jnp.zeros((1,), jnp.int32))
+  return dataclasses.replace(own, target=prefix.target, tokens=prefix.tokens)
+
+
+class Bench:
+  """The engines of one temperature, and what they are asked.
+
+  Attributes:
+    work: all prompts of all subtasks.
+    cases: name -> arguments of `make_engine`.
+  """
+
+  def __init__(
+    self, loaded: spec_jax.Loaded, work: Work, cases: dict[str, dict]
+  ):
+    self.loaded, self.work = loaded, work
+    self.cases = {PLAIN: {}, **cases}
+    self._engines: dict[tuple[str, int], Engine] = {}
+
+  def engine(self, case: str, slots: int) -> Engine:
+    """Returns a case's engine of a size, warmed up."""
+    if (case, slots) not in self._engines:
+      show.note(f"preparing {case}, {slots} slots")
+      engine = make_engine(
+        self.loaded,
+        self.work,
+        batch_size=1,
+        slots=slots,
+        **self.cases[case],
+      )
+      self._engines[case, slots] = engine
+      job = self.work.jobs[0]
+      short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
+      job = job._replace(ids=job.ids[:_WARM_UP], settings=short)
+      plain = self._engines[PLAIN, slots]
+      list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
+    return self._engines[case, slots]
+
+  def slots(self, number: int) -> int:
+    """Returns the size of the cache that a prompt needs."""
+    job = self.work.jobs[number]
+    wanted = len(job.ids) + job.settings.max_new_tokens
+    fits = [size for size in _SLOTS if size >= wanted]
+    context = self.loaded.model.config.max_length
+    return min(fits[0] if fits else slots_for(wanted), context)
+
+  def decode(
+    self, number: int, cases: Sequence[str], turn: int
+  ) -> Iterator[tuple[str, Finished, metrics.Timing]]:
+    """Decodes one prompt by plain decoding and all cases.
+
+    Args:
+      number: of the prompt.
+      cases: names.
+      turn: which of them begins: nobody shall always come first.
+
+    Yields:
+      (case, its text and counts, its seconds).
+    """
+    slots, job = self.slots(number), self.work.jobs[number]
+    engines = {case: self.engine(case, slots) for case in (PLAIN, *cases)}
+    plain = engines[PLAIN]
+    plain.timing = metrics.Timing()
+    shared = plain.prefix(job.ids)
+    read = plain.timing
+    order = list(engines)
+    turn %= len(order)
+    for case in order[turn:] + order[:turn]:
+      engine = engines[case]
+      start = adopt(engine, shared)
+      engine.timing = metrics.Timing()
+      (done,) = engine.run([job], start=start)
+      spent = engine.timing
+      if start is not None:
+        spent = dataclasses.replace(spent, prefill_s=read.prefill_s)
+      yield case, done, spent
+
+  def must_agree(self, case: str, slots: int) -> bool:
+    """Tells whether a case's text must be plain decoding's."""
+    programs = self.engine(case, slots).programs
+    greedy = self.work.jobs[0].settings.temperature == 0
+    certain = set(programs.drafter.laws) == {DETERMINISTIC}
+    return not programs.lossy and (greedy or certain)
