@@ -50,13 +50,20 @@ def fail(message: str) -> NoReturn:
   sys.exit(2)
 
 
-def run(main: Callable[[], int | None], config: str = "") -> None:
+def run(
+  main: Callable[..., int | None],
+  config: str = "",
+  *,
+  takes_files: bool = False,
+) -> None:
   """Runs an absl command whose user errors are one line and exit code 2.
 
   Args:
-    main: the command.
+    main: the command; with `takes_files` it is given the words that are no
+      flags.
     config: file that the flag --config means if it is not given. (A default
       of the flag itself is read on import, and its errors are tracebacks.)
+    takes_files: whether words that are no flags are allowed.
   """
   prepare_jax()
 
@@ -76,13 +83,13 @@ def run(main: Callable[[], int | None], config: str = "") -> None:
     except (OSError, SyntaxError, ImportError) as error:
       why = str(error).rpartition("\n")[2]
       fail(f"cannot read the configuration: {why}")
-    if len(rest) > 1:
+    if len(rest) > 1 and not takes_files:
       fail(f"unexpected argument {rest[1]!r}; prompts go after --prompt")
     return rest
 
-  def body(_):
+  def body(words):
     try:
-      return main()
+      return main(words[1:]) if takes_files else main()
     except (UserError, hub.LoadError) as error:
       fail(str(error))
     except KeyboardInterrupt:

@@ -1,8 +1,14 @@
 """Every drafter of the package with the options it is tested with."""
 
+import atexit
+import functools
+from pathlib import Path
+import tempfile
 from typing import NamedTuple
 
-from spec_jax import drafters
+import numpy as np
+
+from spec_jax import corpus, drafters
 from spec_jax.base import DETERMINISTIC
 from tests import fakes, two_vocabularies
 
@@ -28,6 +34,71 @@ class Case(NamedTuple):
     return self.build(model, model, 64).laws == (DETERMINISTIC,)
 
 
+def letters_map(draft_ids, pieces, *, digest="letters"):
+  """A map whose target tokens are letters: 0 is "a", 1 is "b".
+
+  Args:
+    draft_ids: the draft's id of each target token, -1 if it has none.
+    pieces: per target token the draft tokens that the draft reads.
+    digest: another one for another use of the same tables.
+  """
+  V, width = len(draft_ids), max(map(len, pieces))
+  size = 1 + max(max(p) for p in pieces)
+  rows = [[*p, *[0] * (width - len(p))] for p in pieces]
+  # The draft's other tokens are digits, which the target does not have.
+  draft_bytes = [b"0"] * max(size, V)
+  for i, j in enumerate(draft_ids):
+    if j >= 0:
+      draft_bytes[j] = bytes([97 + i])
+  letters = [bytes([97 + i]) for i in range(V)]
+
+  def encode(text):
+    ids = [ord(c) - 97 for c in text]
+    return ids if all(i >= 0 for i in ids) else None
+
+  words = Retokenizer(letters, draft_bytes, {}, encode, digest=digest)
+  return VocabularyMap(draft_ids, rows, list(map(len, pieces)), words)
+
+
+def close(vocab):
+  """A map of a vocabulary on a like one: so a noisy copy is a fair draft.
+
+  1 and 2 are exchanged; 0 is not shared and said by two tokens, so streams
+  are longer than their text.
+  """
+  ids = [-1, 2, 1, *range(3, vocab)]
+  return letters_map(ids, [[0, 3], *([i] for i in ids[1:])])
+
+
+@functools.cache
+def index_file(vocab: int) -> str:
+  """Writes a small corpus index of a vocabulary; returns its path.
+
+  A token is often followed by itself or by the third above it, as in
+  the texts of `fakes.tiny(13)`: a draft from it is right now and then.
+  """
+  folder = Path(_temporary_folder())
+  rng = np.random.default_rng(vocab)
+  texts = []
+  for _ in range(40):
+    text = [int(rng.integers(vocab))]
+    for _ in range(60):
+      jump = rng.choice([3, 0, rng.integers(vocab)], p=[0.4, 0.3, 0.3])
+      text.append(int(text[-1] + jump) % vocab)
+    texts.append(text)
+  path = folder / f"{vocab}.npz"
+  corpus.save(corpus.build(texts, tokenizer="x", vocab_size=vocab), path)
+  return str(path)
+
+
+@functools.cache
+def _temporary_folder() -> str:
+  """A folder that lives as long as the process."""
+  folder = tempfile.TemporaryDirectory(prefix="spec_jax")
+  atexit.register(folder.cleanup)
+  return folder.name
+
+
 # Options by drafter and label; a drafter that is not named here is tested with
 # its defaults. An option may be a function of the vocabulary's size.
 _VARIANTS: dict[str, dict[str, dict]] = {
@@ -36,7 +107,16 @@ _VARIANTS: dict[str, dict[str, dict]] = {
     "wide": {"window": 3, "ngram": 4, "guesses": 2, "pool": 5},
     "own": {"ngram": 4, "pool": 64, "prompt_as_reference": False},
   },
+  "ngram": {
+    "bigram": {"order": 2, "num_draft": 2, "corpus": index_file},
+    "trigram": {"corpus": index_file},
+  },
   "recycling": {"": {}, "tree": {"tree": (3, 2), "persistent": False}},
+  "suffix": {
+    "": {},
+    "corpus": {"num_draft": 5, "corpus": index_file},
+    "tree": {"num_draft": 3, "num_nodes": 6, "corpus": index_file},
+  },
   "vanilla": {
     "": {},
     "tree_iid": {"tree": (2, 2, 1)},

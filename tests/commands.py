@@ -61,14 +61,19 @@ def fresh(name: str):
   return importlib.import_module(module)
 
 
-def run_command(monkeypatch, capsys, name, *words: str, config="") -> Ran:
-  """Runs `python -m experiments.<name>` with these words, in this process."""
+def run_command(
+  monkeypatch, capsys, name, *words: str, config="", **options
+) -> Ran:
+  """Runs `python -m experiments.<name>` with these words, in this process.
+
+  `config` and the options are what the command gives to `launch.run`.
+  """
   monkeypatch.setattr(sys, "argv", [name, *words])
   module = fresh(name)
   capsys.readouterr()
   code = 0
   try:
-    launch.run(module.main, config)
+    launch.run(module.main, config, **options)
   except SystemExit as end:
     code = end.code
   shown = capsys.readouterr()

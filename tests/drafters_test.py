@@ -135,6 +135,7 @@ def test_drafts_keep_the_rules(key):
   """The tree is one, the root is the last token, laws are laws."""
   rig = rig_of(key)
   N, K = rig.drafter.num_nodes, rig.drafter.depth
+  reached = 0
   for state, info in record_of(key)[1]:
     draft = jax.tree.map(np.asarray, info.draft)
     length, tokens = np.asarray(state.length), np.asarray(state.tokens)
@@ -144,7 +145,8 @@ def test_drafts_keep_the_rules(key):
     assert (draft.parents[:, 0] == -1).all()
     # Nodes that are only read may lie deeper.
     deepest = draft.depths[draft.acceptable].max(initial=0)
-    assert deepest <= K <= draft.depths.max()
+    assert deepest <= K
+    reached = max(reached, draft.depths.max())
     assert draft.tokens.shape == (4, N)
     if draft.read is not None:
       assert not (draft.read & draft.acceptable).any()
@@ -169,6 +171,7 @@ def test_drafts_keep_the_rules(key):
       once = drawn & (draft.law[:, i] == IID)
       assert (q[rows, draft.tokens[:, i]] > 0)[once].all()
       assert not (drawn & [s.temperature == 0 for s in SETTINGS]).any()
+  assert K <= reached
 
 
 @every
@@ -316,14 +319,16 @@ def test_a_fair_coin_stays_fair_and_a_tie_goes_to_the_first(name):
   coin = (model, {"table": logits})
   warm = Settings(temperature=1, top_k=2, max_new_tokens=3)
   settings = [warm] * 2000 + [dataclasses.replace(warm, temperature=0)]
-  rig = fakes.Rig(coin, name, draft=coin, slots=8, use=in_use(settings))
+  case = next(case for case in CASES.values() if case.name == name)
+  rig = cases_lib.rig_of(case, coin, coin, slots=8, use=in_use(settings))
   state = rig.run([[1, 1]] * 2001, settings)
   found = np.array(fakes.outputs(state))
   assert found.shape == (2001, 3) and set(found.ravel()) == {1, 2}
   assert (np.abs((found[:2000] == 1).sum(0) - 1000) < 112).all()
   assert (found[2000] == 1).all()
   tally = state.tally  # Of siblings one is accepted at most.
-  assert (tally.accepted_at[2000] == tally.drafted_at[2000]).all()
+  if name != "ngram":  # Its law is not the coin's.
+    assert (tally.accepted_at[2000] == tally.drafted_at[2000]).all()
 
 
 def test_warped_logprobs_are_those_of_the_sampling_law():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from spec_jax import (
-  drafters,
   kernels,
   length,
   sampling,
@@ -17,13 +16,14 @@ from spec_jax import (
   verify,
   verify_block,
 )
-from spec_jax.base import Sampling, Stops
-from spec_jax.drafters import lookahead, vanilla
+from spec_jax.base import IID, Sampling, Stops
+from spec_jax.drafters import lookahead, ngram, suffix, vanilla
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
 from spec_jax.step import make_step
 from tests import reference, two_vocabularies
+from tests import cases, reference
 from tests.enumeration import Enumerator
 
 V, NEW, SLOTS = 3, 3, 16
@@ -98,6 +98,15 @@ DRAFTERS = {
   ),
   "tli": ("tli", {"num_draft": 2, "vocabulary_map": two_vocabularies.WORDS}),
   "slem": ("slem", {"num_draft": 2, "vocabulary_map": two_vocabularies.WORDS}),
+  "trigram": (
+    "ngram",
+    {"num_draft": 2, "order": 3, "corpus": cases.index_file},
+  ),
+  "suffix_corpus": ("suffix", {"num_draft": 2, "corpus": cases.index_file}),
+  "suffix_tree": (
+    "suffix",
+    {"num_draft": 2, "num_nodes": 4, "corpus": cases.index_file},
+  ),
 }
 # Length policies with options, on a drafter; passes then come in two widths.
 POLICIES = {
@@ -108,6 +117,7 @@ POLICIES = {
   "chain_cost": ("chain", "cost", {"probe": 1, "budget": 1.0}),
   "lookup_cost": ("lookup", "cost", {"probe": 1, "budget": 1.0}),
   "tli_confidence": ("tli", "confidence", {"threshold": 0.75}),
+  "trigram_confidence": ("trigram", "confidence", {"threshold": 0.5}),
 }
 # Drafters (or policies) verified as a block.
 BLOCKS = {
@@ -117,6 +127,8 @@ BLOCKS = {
 }
 # Of two vocabularies: the draft is a table of four tokens.
 TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
+  "block_trigram": "trigram",
+}
 # Seconds of a step by depth: such that rows disagree about what pays.
 COSTS = [1.0, 1.45, 2.0, 2.4]
 
@@ -127,7 +139,7 @@ def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   name = BLOCKS.get(name, name)
   name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
   kind, options = DRAFTERS[name]
-  drafter = drafters.build(kind, model, draft_model, slots=SLOTS, **options)
+  drafter = cases.Case(kind, options).build(model, draft_model, SLOTS)
   if drafter.tables is not None:
     params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
   policy = length.build(how, drafter.depth, **policy_options)
@@ -346,6 +358,30 @@ def _picky(monkeypatch):
   monkeypatch.setattr(vanilla, "Draft", picky)
 
 
+def _other_law(monkeypatch):
+  """The law that is shown is not the one that tokens are drawn from."""
+  real = ngram.Draft
+
+  def other(**fields):
+    flat = jnp.full_like(fields["probs"], 1 / V)
+    return real(**{**fields, "probs": flat})
+
+  monkeypatch.setattr(ngram, "Draft", other)
+
+
+def _counts_as_law(monkeypatch):
+  """A token that is certain is verified as if it had been drawn."""
+  real = suffix.Draft
+
+  def drawn(**fields):
+    B, N = fields["tokens"].shape
+    law = jnp.full((B, N), IID, jnp.int32)
+    probs = jnp.full((B, N, V), 1 / V)
+    return real(**{**fields, "law": law, "probs": probs})
+
+  monkeypatch.setattr(suffix, "Draft", drawn)
+
+
 def _asked_too_late(monkeypatch):
   """A node is acceptable if the draft is sure after it, not before it."""
   real = vanilla.Draft
@@ -422,6 +458,8 @@ TWINS = {
   "counts_per_step": (_counts_per_step, "table", "chain", "penalties"),
   "wrong_nodes": (_wrong_nodes, "transformer", "tree_wor", "t0.7"),
   "picky": (_picky, "table", "chain", "t0.7"),
+  "other_law": (_other_law, "table", "trigram", "t0.7"),
+  "counts_as_law": (_counts_as_law, "table", "suffix_corpus", "t0.7"),
   "asked_too_late": (_asked_too_late, "table", "chain", "t0.7"),
   "block_residual": (_block_residual, "table", "block_chain", "t0.7"),
   "block_first_refusal": (
