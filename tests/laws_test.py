@@ -22,8 +22,7 @@ from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
 from spec_jax.step import make_step
-from tests import reference, two_vocabularies
-from tests import cases, reference
+from tests import cases, reference, two_vocabularies
 from tests.enumeration import Enumerator
 
 V, NEW, SLOTS = 3, 3, 16
@@ -124,11 +123,10 @@ BLOCKS = {
   "block_chain": "chain",
   "block_confidence": "chain_confidence",
   "block_tli": "tli",
+  "block_trigram": "trigram",
 }
 # Of two vocabularies: the draft is a table of four tokens.
 TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
-  "block_trigram": "trigram",
-}
 # Seconds of a step by depth: such that rows disagree about what pays.
 COSTS = [1.0, 1.45, 2.0, 2.4]
 
