@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import functools
 import json
 from pathlib import Path
+import re
 import statistics
 import sys
 from typing import Any
@@ -34,6 +35,7 @@ _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the ratios to.")
 _PROMPTS = flags.DEFINE_string(
   "prompts", "", "A file of prompts instead of the edits and the chat."
 )
+_CASES = flags.DEFINE_string("cases", "", "Regular expression: cases to run.")
 _ROWS = flags.DEFINE_multi_integer("rows", [1, 2, 4, 8, 16], "Batch sizes.")
 _ROUNDS = flags.DEFINE_integer("rounds", 2, "Counted rounds.")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "Tokens of an answer at most.")
@@ -46,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
   "cost": {"drafter": _LOOKUP, "options": {"num_draft": 7}, "policy": "cost"},
 }
 PLAIN = "plain"
+
+
+def chosen() -> dict[str, dict[str, Any]]:
+  """Returns the cases to run."""
+  return {n: c for n, c in CASES.items() if re.search(_CASES.value, n)}
 
 
 def predict(
@@ -101,7 +108,7 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
   make = functools.partial(
     make_engine, loaded, work, batch_size=rows, slots=_SLOTS.value
   )
-  engines = {PLAIN: make()} | {n: make(**case) for n, case in CASES.items()}
+  engines = {PLAIN: make()} | {n: make(**case) for n, case in chosen().items()}
   costs: dict[int, list[float]] = {}
   for engine in engines.values():
     depth = engine.depth
@@ -110,7 +117,9 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
       costs[depth] = measure_costs(
         make(drafter=_LOOKUP, options=options, policy="cost")
       )
-  engines["cost"].set_costs(costs[engines["cost"].depth])
+  for engine in engines.values():
+    if engine.programs.policy.needs_costs:
+      engine.set_costs(costs[engine.depth])
   counts: dict[str, metrics.Counts] = {}
   texts: dict[str, dict[int, list[int]]] = {}
 
@@ -129,7 +138,7 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
   }
   base = statistics.median(speeds[PLAIN])
   found: dict[str, Any] = {"rows": rows, "plain_tokens_per_s": speeds[PLAIN]}
-  for name in CASES:
+  for name in chosen():
     engine, rates = engines[name], counts[name].rates()
     shares = shares_of(engine, counts[name])
     found[name] = {
@@ -174,7 +183,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: str) -> None:
   for axes, kind in zip(panels[0], kinds, strict=True):
     ours = [x for x in lines if x["kind"] == kind]
     rows = [x["rows"] for x in ours]
-    for case in CASES:
+    for case in [name for name in CASES if name in lines[0]]:
       (drawn,) = axes.plot(
         rows, [x[case]["ratio"] for x in ours], marker="o", label=case
       )
@@ -215,7 +224,7 @@ def main() -> None:
     for rows in _ROWS.value:
       line = {"kind": kind, **measure(loaded, prompts, rows)}
       lines.append(line)
-      for case in CASES:
+      for case in chosen():
         x = line[case]
         print(
           f"{kind}, {rows} rows, {case}: {x['ratio']:.2f} x plain, predicted "
@@ -229,7 +238,7 @@ def main() -> None:
         plot(lines, _PLOT.value)
   for kind in sets:
     ours = [x for x in lines if x["kind"] == kind]
-    for case in CASES:
+    for case in chosen():
       print(f"{kind}, {case}: pays up to {pays_up_to(ours, case)} rows")
   print("done", file=sys.stderr)
 
