@@ -85,15 +85,6 @@ def sampling_of(settings: Settings) -> Sampling:
   )
 
 
-def table_drafters() -> list[str]:
-  """Returns the drafters to be timed: without a draft model, not `none`."""
-  return [
-    name
-    for name in drafters.names()
-    if name != "none" and not drafters.takes_draft(name)
-  ]
-
-
 # --- drafters ---------------------------------------------------------------
 
 
@@ -193,7 +184,8 @@ def drafter_pieces(
 ) -> tuple[dict[tuple[str, str], Piece], dict[str, int]]:
   """Returns (drafter, part) -> what is timed, and drafter -> nodes proposed.
 
-  Says which drafters are left out.
+  Says which drafters are left out: those that cannot be built without a draft
+  model, an index or the like.
   """
   prompt = prompt_files.bench_sets()["edit"][0]
   chats = prompt_files.with_template(loaded.tokenizer, [prompt], "auto", "")
@@ -201,7 +193,7 @@ def drafter_pieces(
   work = plan(loaded, chats, settings, 0)
   found: dict[tuple[str, str], Piece] = {}
   proposed: dict[str, int] = {}
-  for name in table_drafters():
+  for name in drafters.names():
     options = dict(_OPTIONS.get(name, {}))
     if _CORPUS.value and "corpus" in drafters.options(name):
       options["corpus"] = _CORPUS.value
@@ -218,7 +210,8 @@ def drafter_pieces(
       show.note(f"left out: {name}: {error}")
       continue
     drafter: Drafter = engine.programs.drafter
-    if set(drafter.laws) != {DETERMINISTIC} or drafter.host_driven:
+    certain = set(drafter.laws) == {DETERMINISTIC}
+    if not (drafter.depth and certain) or drafter.host_driven:
       continue
     for part, piece in pieces_of(engine, work.jobs[0]).items():
       found[name, part] = piece
