@@ -13,8 +13,9 @@ As a tree the window is a comb: level 0 is a chain from the root, and level `l`
 of a column hangs under level `l - 1` of it. Its nodes are read and never
 accepted. Window and pool belong to the prompt.
 
-The window moves by one token however many were accepted, as in the published
-code: its guesses then lag, but they stay different from each other.
+The window moves by one token however many were accepted, as the published code
+does by default: its guesses then lag, but stay different from each other.
+While it grows, the last column is repeated; the published code begins wider.
 
 Reference: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference
 Using Lookahead Decoding", algorithm 2.
