@@ -17,8 +17,7 @@ The window moves by one token however many were accepted, as the published code
 does by default: its guesses then lag, but stay different from each other.
 While it grows, the last column is repeated; the published code begins wider.
 
-Reference: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference
-Using Lookahead Decoding", algorithm 2.
+Reference: Fu et al. 2024 (lookahead decoding), algorithm 2.
 """
 
 from typing import NamedTuple
