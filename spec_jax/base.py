@@ -355,6 +355,8 @@ class Outcome:
     chance: `[B, K]` bool, depth `i + 1` had an acceptable node under an
       accepted path.
     accepted: `[B, K]` bool, depth `i + 1` was accepted.
+    widened: `[B]` bool, whether the target read more nodes than the root for
+      this row.
     num_tokens: `[B]` int32, tokens committed.
   """
 
@@ -362,6 +364,7 @@ class Outcome:
   running: Array
   chance: Array
   accepted: Array
+  widened: Array
   num_tokens: Array
 
 

@@ -33,8 +33,8 @@ from spec_jax.programs import (
   build_programs,
   params_shardings,
 )
-from spec_jax.requests import Job, make_request
-from spec_jax.settings import Settings, in_use
+from spec_jax.requests import Job, check_job, make_request
+from spec_jax.settings import Settings
 
 # Seconds between looks at the device: streaming, and otherwise.
 _STREAM_S, _LOOK_S = 0.05, 1.0
@@ -220,29 +220,7 @@ class Engine:
       ValueError: if the prompt is empty or does not fit the context, or a
         setting is one that this engine was not made for.
     """
-    more = in_use([job.settings]) - self.config.use
-    if more:
-      raise ValueError(
-        f"this engine was made without {', '.join(sorted(more))}: name all "
-        f"settings in EngineConfig.use"
-      )
-    if job.patterns and not self.config.stop_strings:
-      raise ValueError("this engine was made without stop strings")
-    room = min(self.config.slots, self.model.config.max_length)
-    if not 0 < len(job.ids) < room:
-      raise ValueError(
-        f"a prompt of {len(job.ids)} tokens does not fit a context of {room} "
-        f"(one token at least, and room for one more)"
-      )
-    if len(job.ids) + job.settings.min_new_tokens > room:
-      raise ValueError(
-        f"{len(job.ids)} prompt tokens and min_new_tokens "
-        f"{job.settings.min_new_tokens} do not fit a context of {room}"
-      )
-    if len(job.stop_ids) > self.config.num_stop_ids:
-      raise ValueError(
-        f"{len(job.stop_ids)} stop ids, room for {self.config.num_stop_ids}"
-      )
+    check_job(job, self.config, self.model.config.max_length)
 
   def _check_start(self, start: SpecState, jobs: Sequence[Job]) -> None:
     """Checks that a state can be continued by the jobs.

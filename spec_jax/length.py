@@ -126,6 +126,8 @@ class CostState:
     chances: `[B, K]` float32, decayed count of chances.
     asks: `[B]` float32, decayed count of steps that asked for a draft.
     offers: `[B]` float32, decayed count of those in which one was proposed.
+    widens: `[B]` float32, decayed count of those in which the target's pass was
+      widened, for a draft or for the drafter's own use.
     idle: `[B]` int32, steps since any row of the batch drafted.
     asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
       was proposed.
@@ -140,6 +142,7 @@ class CostState:
   chances: Array
   asks: Array
   offers: Array
+  widens: Array
   idle: Array
   asked_at: Array
   behind: Array
@@ -162,7 +165,8 @@ def cost(
   device. With `a_i` a row's running estimate of the chance that depth `i` is
   accepted where depth `i - 1` was, and `m` of the chance that there is anything
   to propose, a step emits `1 + m (a_1 + a_1 a_2 + ...)` tokens; the wider pass
-  is paid by the whole batch if any row proposes. The batch drafts at the depth
+  is paid by the whole batch if any row proposes, or reads for its drafter's
+  own use. The batch drafts at the depth
   with the most expected tokens a second. If it has not drafted for `probe`
   steps, or for so many more that probes take at most `budget` of the time, it
   drafts once to look again. A draft model that was not asked must then catch
@@ -203,6 +207,7 @@ def cost(
       chances=per_depth,
       asks=jnp.zeros((batch,), jnp.float32),
       offers=jnp.zeros((batch,), jnp.float32),
+      widens=jnp.zeros((batch,), jnp.float32),
       idle=zeros,
       asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
       behind=zeros,
@@ -215,10 +220,12 @@ def cost(
     more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
     offer = (state.offers + weight) / (state.asks + weight)
     offer = jnp.where(running, offer, 0)
+    wide = (state.widens + weight) / (state.asks + weight)
+    wide = jnp.where(running, wide, 0)
     rows = running.sum()
     plain, deep = costs[0], costs[1 : depth + 1]
     catch_up = costs[depth + 1] if costs.shape[0] > depth + 1 else 0.0
-    somebody = 1 - jnp.prod(1 - offer)
+    somebody = 1 - jnp.prod(1 - wide)
     spent = plain + somebody * (deep - plain)
     rate = (rows + (offer[:, None] * more).sum(0)) / spent
     best = jnp.argmax(rate)
@@ -236,8 +243,9 @@ def cost(
     drafted = chance.any(-1)
     asked = (outcome.asked > 0) & running
     slow = jnp.where(asked, keep, 1.0)
-    probed = drafted & (state.idle >= probe)
-    tried = jnp.where(drafted, outcome.asked, 0)[:, None]
+    paid = outcome.widened
+    probed = paid & (state.idle >= probe)
+    tried = jnp.where(paid, outcome.asked, 0)[:, None]
     at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
     return dataclasses.replace(
       state,
@@ -245,7 +253,8 @@ def cost(
       chances=state.chances * fade + chance,
       asks=state.asks * slow + asked,
       offers=state.offers * slow + drafted,
-      idle=jnp.where(drafted.any(), 0, state.idle + 1),
+      widens=state.widens * slow + paid,
+      idle=jnp.where(paid.any(), 0, state.idle + 1),
       asked_at=state.asked_at + at,
       behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
       num_probes=state.num_probes + probed,

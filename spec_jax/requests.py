@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from spec_jax import rows as rows_lib
 from spec_jax.base import Model, Stops
-from spec_jax.settings import Settings, to_arrays
+from spec_jax.settings import Settings, in_use, to_arrays
 
 # Sizes of the cache and token buffer: few, so that few programs exist.
 _SLOT_SIZES = tuple(256 << i for i in range(13))
@@ -89,3 +89,40 @@ def _keys(seeds: Sequence[tuple[int, ...]]):
     return key
 
   return jnp.stack([one(*s) for s in seeds])
+
+
+def check_job(job: Job, config: Any, max_length: int) -> None:
+  """Checks that a job fits an engine.
+
+  Args:
+    job: what to run.
+    config: the engine's `EngineConfig`.
+    max_length: the model's context.
+
+  Raises:
+    ValueError: if the prompt is empty or does not fit the context, or a
+      setting is one that the engine was not made for.
+  """
+  more = in_use([job.settings]) - config.use
+  if more:
+    raise ValueError(
+      f"this engine was made without {', '.join(sorted(more))}: name all "
+      f"settings in EngineConfig.use"
+    )
+  if job.patterns and not config.stop_strings:
+    raise ValueError("this engine was made without stop strings")
+  room = min(config.slots, max_length)
+  if not 0 < len(job.ids) < room:
+    raise ValueError(
+      f"a prompt of {len(job.ids)} tokens does not fit a context of {room} "
+      f"(one token at least, and room for one more)"
+    )
+  if len(job.ids) + job.settings.min_new_tokens > room:
+    raise ValueError(
+      f"{len(job.ids)} prompt tokens and min_new_tokens "
+      f"{job.settings.min_new_tokens} do not fit a context of {room}"
+    )
+  if len(job.stop_ids) > config.num_stop_ids:
+    raise ValueError(
+      f"{len(job.stop_ids)} stop ids, room for {config.num_stop_ids}"
+    )

@@ -190,6 +190,13 @@ def make_step(
   return spec_step
 
 
+def _wanted(draft: Draft) -> Array:
+  """Returns `[B, N]` bool, nodes that the target must read besides the root."""
+  if draft.read is None:
+    return draft.acceptable
+  return draft.acceptable | draft.read
+
+
 def _score(
   model: Model,
   params: Any,
@@ -235,10 +242,7 @@ def _score(
   operands = params, cache, draft.tokens, positions, draft.visible
   if len(sizes) == 1:
     return read(N, operands)
-  wanted = draft.acceptable
-  if draft.read is not None:
-    wanted = wanted | draft.read
-  needed = 1 + jnp.where(wanted, jnp.arange(N)[None], 0).max()
+  needed = 1 + jnp.where(_wanted(draft), jnp.arange(N)[None], 0).max()
   index = (needed > jnp.array(sizes[:-1])).sum()
   return lax.switch(
     index, [functools.partial(read, n) for n in sizes], operands
@@ -335,6 +339,7 @@ def _outcome(
     running=running,
     chance=chance & live,
     accepted=(there >= 0) & live,
+    widened=_wanted(draft).any(-1),
     num_tokens=kept.num_tokens,
   )
 

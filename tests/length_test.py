@@ -14,7 +14,7 @@ from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 
 
-def outcome(asked, chance, accepted, running=None):
+def outcome(asked, chance, accepted, running=None, widened=None):
   """Returns an outcome of rows given as lists."""
   rows = len(asked)
   return Outcome(
@@ -22,6 +22,9 @@ def outcome(asked, chance, accepted, running=None):
     running=jnp.ones((rows,), bool) if running is None else running,
     chance=jnp.asarray(chance, bool),
     accepted=jnp.asarray(accepted, bool),
+    widened=jnp.asarray(chance, bool).any(-1)
+    if widened is None
+    else jnp.asarray(widened, bool),
     num_tokens=1 + jnp.asarray(accepted, jnp.int32).sum(-1),
   )
 
@@ -164,9 +167,23 @@ def test_cost_counts_rows_that_have_nothing_to_propose():
     chances=jnp.full((8, 1), 1e6),
     asks=jnp.full((8,), 1e6),
     offers=jnp.where(never, 0.0, 5e5),
+    widens=jnp.where(never, 0.0, 5e5),
   )
   assert depths(policy, state, [1.0, 1.2])[0] == 0
   assert depths(policy, state, [1.0, 1.05])[0] == 1
+
+
+def test_cost_counts_passes_that_are_wide_without_a_draft():
+  """A drafter that reads for itself and proposes in one step of four."""
+  policy = length.cost(1)
+  state = policy.init(1)
+  for step in range(200):
+    chance = [[step % 4 == 0]]
+    state = policy.update(state, outcome([1], chance, chance, widened=[True]))
+  # 1.25 tokens a step: pays at 1.1 a step, not at 1.5, whatever was proposed.
+  assert depths(policy, state, [1.0, 1.1]) == [1]
+  assert depths(policy, state, [1.0, 1.5]) == [0]
+  assert int(state.asked_at[0, 1]) == 200
 
 
 def test_done_rows_have_no_say():
