@@ -182,8 +182,8 @@ class Verdict:
     plain: `[B, K + 1]` bool, True where a token was a plain draw from the
       target's law.
     divergence: `[B, K + 1]` float32, of a lossy rule: total variation between
-      the law a token was drawn from, given the draft so far, and the target's;
-      None for a lossless rule.
+      the law a token was drawn from, given the text before it (and the draft,
+      where the rule draws nothing), and the target's; None for a lossless rule.
   """
 
   path: Array

@@ -5,12 +5,16 @@ one that every drafter works with.
 """
 
 from collections.abc import Callable
+import functools
+import math
 from typing import Any, NamedTuple
 
-from spec_jax.base import DETERMINISTIC, Drafter
+from spec_jax.base import DETERMINISTIC, IID, Drafter
 from spec_jax.options import check_known, options_of, types_of
 from spec_jax.verify import verify
 from spec_jax.verify_block import verify_block
+from spec_jax.verify_k_seq import verify_k_seq
+from spec_jax.verify_lossy import verify_lenience, verify_typical
 
 
 class Verifier(NamedTuple):
@@ -32,25 +36,102 @@ def token(drafter: Drafter) -> Verifier:
   return Verifier(verify)
 
 
+def _check_random_chain(what: str, drafter: Drafter) -> None:
+  if drafter.num_nodes != drafter.depth + 1:
+    raise ValueError(f"{what} is for chains, not for trees")
+  if DETERMINISTIC in drafter.laws:
+    raise ValueError(
+      f"{what} needs tokens drawn at random, and this drafter's are certain: "
+      "use the verifier 'token'"
+    )
+
+
 def block(drafter: Drafter) -> Verifier:
   """Builds block verification, which keeps at least as much of a chain.
 
   Raises:
     ValueError: if the drafter makes trees, or tokens that are certain.
   """
-  if drafter.num_nodes != drafter.depth + 1:
-    raise ValueError("block verification is for chains, not for trees")
-  if DETERMINISTIC in drafter.laws:
-    raise ValueError(
-      "block verification needs tokens drawn at random, and this drafter's are "
-      "certain: use the verifier 'token'"
-    )
+  _check_random_chain("block verification", drafter)
   return Verifier(verify_block)
+
+
+def k_seq(drafter: Drafter, *, rho: float | None = None) -> Verifier:
+  """Builds K-SEQ, which judges independent siblings by one threshold.
+
+  Args:
+    drafter: whose siblings are drawn independently.
+    rho: the threshold, in [1, most children of a node]; None = the best one,
+      at each node of each row. The law stays whatever it is.
+
+  Raises:
+    ValueError: if siblings are not drawn independently, or rho is out of
+      range.
+  """
+  if any(law != IID for law in drafter.laws):
+    raise ValueError(
+      "K-SEQ needs siblings drawn independently (siblings=iid), and this "
+      "drafter's are not: use the verifier 'token'"
+    )
+  # A path of `depth` nodes leaves so many for one node's children.
+  most = drafter.num_nodes - drafter.depth
+  if rho is not None and not 1 <= rho <= most:
+    raise ValueError(f"rho must be in [1, {most}] for this tree, got {rho}")
+  return Verifier(functools.partial(verify_k_seq, rho=rho))
+
+
+def typical(
+  drafter: Drafter, *, epsilon: float = 0.09, delta: float | None = None
+) -> Verifier:
+  """Builds Medusa's typical acceptance, which is lossy.
+
+  Args:
+    drafter: any.
+    epsilon: in (0, 1]; a token this likely is always accepted.
+    delta: above 0; how far below the law's typical probability a token may be.
+      None = the square root of epsilon, as in the paper.
+
+  Raises:
+    ValueError: if one is out of range.
+  """
+  del drafter
+  if not 0 < epsilon <= 1:
+    raise ValueError(f"epsilon must be in (0, 1], got {epsilon}")
+  if delta is None:
+    delta = math.sqrt(epsilon)
+  if not 0 < delta < math.inf:
+    raise ValueError(f"delta must be above 0 and finite, got {delta}")
+  return Verifier(
+    functools.partial(verify_typical, epsilon=epsilon, delta=delta), lossy=True
+  )
+
+
+def lenience(drafter: Drafter, *, lenience: float = 0.5) -> Verifier:
+  """Builds lenient acceptance of chains, which is lossy.
+
+  Args:
+    drafter: of chains drawn at random.
+    lenience: in (0, 1]; no token gets more than 1 / lenience times its
+      probability. 1 = the lossless rule.
+
+  Raises:
+    ValueError: if it is out of range, or the drafter makes trees or tokens that
+      are certain.
+  """
+  _check_random_chain("lenience", drafter)
+  if not 0 < lenience <= 1:
+    raise ValueError(f"lenience must be in (0, 1], got {lenience}")
+  return Verifier(
+    functools.partial(verify_lenience, lenience=lenience), lossy=True
+  )
 
 
 VERIFIERS: dict[str, Callable[..., Verifier]] = {
   "token": token,
   "block": block,
+  "k_seq": k_seq,
+  "typical": typical,
+  "lenience": lenience,
 }
 
 

@@ -1,6 +1,7 @@
 """The lossless core: keep a prefix of the draft, then one token of our own."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -37,11 +38,38 @@ def _without(law_BV: Array, token_B: Array) -> Array:
   return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 0.0)
 
 
+class Tried(NamedTuple):
+  """What came of offering the children of one node to the target's law.
+
+  Attributes:
+    won: `[B]` bool, whether a child was accepted.
+    winner: `[B]` int32, the child; junk where none was.
+    residual: `[B, V]` float32, what to draw the token from where none was.
+    accept_prob: `[B, N]` float32, see `Verdict`.
+    divergence: `[B]` float32, of a lossy rule, see `Verdict`.
+  """
+
+  won: Array
+  winner: Array
+  residual: Array
+  accept_prob: Array
+  divergence: Array | None = None
+
+
+def draft_row(draft: Draft, node_B: Array, like_BV: Array) -> Array:
+  """Returns `[B, V]`, the law a node's children were drawn from; or zeros."""
+  if draft.probs is None:
+    return jnp.zeros_like(like_BV)
+  return jnp.take_along_axis(draft.probs, node_B[:, None, None], 1)[:, 0]
+
+
 def _at(x_BN: Array, node_B: Array) -> Array:
   return jnp.take_along_axis(x_BN, node_B[:, None], 1)[:, 0]
 
 
-def _try_children(noise, law, draft, node, children, acceptable, active):
+def _try_children(
+  noise, law, draft, node, children, acceptable, active
+) -> Tried:
   """Offers the children of one node to the target's law, in index order.
 
   Child x is accepted with probability min(1, residual(x) / q(x)): if q(x) > 0
@@ -58,15 +86,11 @@ def _try_children(noise, law, draft, node, children, acceptable, active):
     active: `[B]` bool, rows that take part.
 
   Returns:
-    (accepted `[B]` bool, child `[B]`, residual `[B, V]`, accept probability
-    `[B, N]`).
+    Tried.
   """
   B, N = children.shape
   V = law.shape[-1]
-  if draft.probs is None:
-    q_row = jnp.zeros_like(law)
-  else:
-    q_row = jnp.take_along_axis(draft.probs, node[:, None, None], 1)[:, 0]
+  q_row = draft_row(draft, node, law)
 
   def body(carry):
     todo, residual, q_left, won, winner, accept_prob = carry
@@ -106,7 +130,7 @@ def _try_children(noise, law, draft, node, children, acceptable, active):
   _, residual, _, won, winner, accept_prob = lax.while_loop(
     lambda carry: carry[0].any(), body, init
   )
-  return won, winner, residual, accept_prob
+  return Tried(won, winner, residual, accept_prob)
 
 
 def verify(
@@ -114,13 +138,8 @@ def verify(
 ) -> Verdict:
   """Walks the tree from the root and keeps what the target's law allows.
 
-  At the node arrived at, if an acceptable child was drawn with a real law, the
-  children are offered in order (`_try_children`), and after the last refusal
-  one token is drawn from the residual. If every acceptable child is
-  deterministic, in particular if there is none, one token is drawn from the
-  target's law with the plain noise and the walk moves to the child that equals
-  it, else emits it and stops: the same law, no residual, and the text then
-  equals plain decoding's with the same seed at every temperature.
+  The children of a node are offered one by one (`_try_children`), the target's
+  law changing with each refusal.
 
   Chain `[root, 7, 8]` of tokens drawn from q, target laws p0, p1, p2: 7 kept,
   8 refused gives path `[0, 1, -1]`, tokens `[7, x, -1]` with x drawn from
@@ -128,8 +147,7 @@ def verify(
 
   Args:
     noise: uniforms, see `Noise`.
-    law_at: `law_at(nodes_B) -> [B, V]`, the target's warped law after the path
-      to that node; called once a level, on the node arrived at.
+    law_at: see `walk`.
     draft: what was proposed.
     depth: `K`.
 
@@ -139,13 +157,47 @@ def verify(
   Reference: Leviathan et al. 2023 (chains); Miao et al. 2024 (SpecInfer,
     siblings); Chen et al. 2024 (Sequoia, without replacement).
   """
+  return walk(noise, law_at, draft, depth, _try_children)
+
+
+def walk(
+  noise: Noise,
+  law_at: Callable[[Array], Array],
+  draft: Draft,
+  depth: int,
+  try_children: Callable[..., Tried],
+  lossy: bool = False,
+) -> Verdict:
+  """Goes down the tree, level by level, where children are accepted.
+
+  At the node arrived at, if an acceptable child was drawn with a real law, the
+  children are offered (`try_children`), and if none is accepted one token is
+  drawn from the residual. If every acceptable child is deterministic, in
+  particular if there is none, one token is drawn from the target's law with the
+  plain noise and the walk moves to the child that equals it, else emits it and
+  stops: the same law, no residual, and the text then equals plain decoding's
+  with the same seed at every temperature.
+
+  Args:
+    noise: uniforms, see `Noise`.
+    law_at: `law_at(nodes_B) -> [B, V]`, the target's warped law after the path
+      to that node; called once a level, on the node arrived at.
+    draft: what was proposed.
+    depth: `K`.
+    try_children: takes what `_try_children` takes.
+    lossy: whether what it returns holds a divergence.
+
+  Returns:
+    Verdict, not yet cut by stops and limits.
+  """
   B, N = draft.tokens.shape
   K = depth
   is_node = (jnp.arange(N) > 0)[None]
   columns = jnp.arange(K + 1)[None]
 
   def level(carry):
-    d, node, going, final, last, path, tokens, num, accept_prob, drawn = carry
+    d, node, going, final, last, path, tokens, num, marks = carry
+    accept_prob, drawn, divergence = marks
     law = law_at(node)
     children = (draft.parents == node[:, None]) & is_node & going[:, None]
     acceptable = children & draft.acceptable
@@ -154,17 +206,22 @@ def verify(
     hit = acceptable & (draft.tokens == token[:, None])
     plain_child = jnp.argmax(hit, 1).astype(jnp.int32)
     tried = going & ~plain
-    won, winner, residual, chance = _try_children(
+    found = try_children(
       noise.accept, law, draft, node, children, acceptable, tried
     )
-    accept_prob = jnp.where(tried[:, None], chance + accept_prob, accept_prob)
-    stops = going & ~jnp.where(plain, hit.any(1), won)
+    accept_prob = jnp.where(
+      tried[:, None], found.accept_prob + accept_prob, accept_prob
+    )
+    if found.divergence is not None:
+      here = (columns == d) & tried[:, None]
+      divergence = jnp.where(here, found.divergence[:, None], divergence)
+    stops = going & ~jnp.where(plain, hit.any(1), found.won)
     final = jnp.where(
-      stops[:, None], jnp.where(plain[:, None], law, residual), final
+      stops[:, None], jnp.where(plain[:, None], law, found.residual), final
     )
     last = jnp.where(stops, jnp.where(plain, token, -1), last)
     moves = going & ~stops
-    node = jnp.where(moves, jnp.where(plain, plain_child, winner), node)
+    node = jnp.where(moves, jnp.where(plain, plain_child, found.winner), node)
     num = num + moves
     path = jnp.where((columns == d + 1) & moves[:, None], node[:, None], path)
     kept = _at(draft.tokens, node)
@@ -179,8 +236,7 @@ def verify(
       path,
       tokens,
       num,
-      accept_prob,
-      drawn,
+      (accept_prob, drawn, divergence),
     )
 
   V = jax.eval_shape(law_at, jax.ShapeDtypeStruct((B,), jnp.int32)).shape[-1]
@@ -195,13 +251,17 @@ def verify(
     none.at[:, 0].set(0),
     none,
     zero,
-    jnp.zeros((B, N), jnp.float32),
-    jnp.zeros((B, K + 1), bool),
+    (
+      jnp.zeros((B, N), jnp.float32),
+      jnp.zeros((B, K + 1), bool),
+      jnp.zeros((B, K + 1), jnp.float32) if lossy else None,
+    ),
   )
   # A row leaves the loop at depth K at the latest: leaves have no children.
-  _, _, _, final, last, path, tokens, num, accept_prob, drawn = lax.while_loop(
+  _, _, _, final, last, path, tokens, num, marks = lax.while_loop(
     lambda carry: carry[2].any() & (carry[0] <= K), level, init
   )
+  accept_prob, drawn, divergence = marks
   last = jnp.where(last < 0, draw(final, noise.residual), last)
   tokens = jnp.where(columns == num[:, None], last[:, None], tokens)
   return Verdict(
@@ -212,4 +272,5 @@ def verify(
     accept_prob=accept_prob,
     residual=final,
     plain=drawn,
+    divergence=divergence,
   )

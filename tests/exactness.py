@@ -61,11 +61,13 @@ def main(_):
   for model in laws_test.MODELS:
     if model == "packed" and kernels.why_not() is not None:
       continue
-    tables = laws_test.DRAFTERS, laws_test.POLICIES, laws_test.BLOCKS
+    tables = laws_test.DRAFTERS, laws_test.POLICIES, laws_test.VERIFIERS
     for drafter in [name for table in tables for name in table]:
       if model == "packed" and drafter not in PACKED:
         continue
-      under = laws_test.BLOCKS.get(drafter, drafter)
+      under, judge, judge_options = laws_test.VERIFIERS.get(
+        drafter, (drafter, "token", {})
+      )
       base, policy, policy_options = laws_test.POLICIES.get(
         under, (under, "fixed", {})
       )
@@ -82,7 +84,8 @@ def main(_):
           "model": model,
           "drafter": kind,
           "options": options,
-          "verifier": "block" if drafter in laws_test.BLOCKS else "token",
+          "verifier": judge,
+          "verifier_options": judge_options,
           "policy": policy,
           "policy_options": policy_options,
           "batch": batch,

@@ -13,8 +13,10 @@ from spec_jax import (
   length,
   sampling,
   step as step_lib,
+  verifiers,
   verify,
   verify_block,
+  verify_k_seq,
 )
 from spec_jax.base import IID, Sampling, Stops
 from spec_jax.drafters import lookahead, ngram, suffix, vanilla
@@ -86,6 +88,7 @@ DRAFTERS = {
   "none": ("none", {}),
   "chain": ("vanilla", {"num_draft": 2}),
   "own_temperature": ("vanilla", {"num_draft": 1, "draft_temperature": 2.0}),
+  "pair_iid": ("vanilla", {"tree": (2,), "siblings": "iid"}),
   "tree_iid": ("vanilla", {"tree": (2, 1), "siblings": "iid"}),
   "tree_wor": ("vanilla", {"tree": (2, 1), "siblings": "without_replacement"}),
   "tree_top_k": ("vanilla", {"tree": (2, 2), "siblings": "top_k"}),
@@ -118,12 +121,14 @@ POLICIES = {
   "tli_confidence": ("tli", "confidence", {"threshold": 0.75}),
   "trigram_confidence": ("trigram", "confidence", {"threshold": 0.5}),
 }
-# Drafters (or policies) verified as a block.
-BLOCKS = {
-  "block_chain": "chain",
-  "block_confidence": "chain_confidence",
-  "block_tli": "tli",
-  "block_trigram": "trigram",
+# Drafters (or policies) under other verifiers than `token`, with options.
+VERIFIERS = {
+  "block_chain": ("chain", "block", {}),
+  "block_confidence": ("chain_confidence", "block", {}),
+  "block_tli": ("tli", "block", {}),
+  "k_seq_pair": ("pair_iid", "k_seq", {}),
+  "k_seq_rho": ("tree_iid", "k_seq", {"rho": 1.7}),
+  "block_trigram": ("trigram", "block", {}),
 }
 # Of two vocabularies: the draft is a table of four tokens.
 TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
@@ -133,13 +138,13 @@ COSTS = [1.0, 1.45, 2.0, 2.4]
 
 def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   """Returns (laws by enumeration `[R, V ** NEW]`, steps)."""
-  verifier = verify_block.verify_block if name in BLOCKS else verify.verify
-  name = BLOCKS.get(name, name)
+  name, judge, judge_options = VERIFIERS.get(name, (name, "token", {}))
   name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
   kind, options = DRAFTERS[name]
   drafter = cases.Case(kind, options).build(model, draft_model, SLOTS)
   if drafter.tables is not None:
     params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
+  verifier = verifiers.build(judge, drafter, **judge_options).verify
   policy = length.build(how, drafter.depth, **policy_options)
   if policy.needs_costs:
     params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}
@@ -240,7 +245,7 @@ MODELS = {
 COVERING = [
   *(
     ("two_tables" if name in TWO_VOCABULARIES else "table", name)
-    for name in [*DRAFTERS, *POLICIES, *BLOCKS]
+    for name in [*DRAFTERS, *POLICIES, *VERIFIERS]
     if name not in ("chain_entropy", "lookup_cost")  # in the full product
   ),
   ("transformer", "chain"),
@@ -401,7 +406,7 @@ def _block_residual(monkeypatch):
   )
 
 
-def _block_first_refusal(monkeypatch):
+def _first_refusal(monkeypatch):
   """Stops at the first prefix that fails, as token verification does."""
   real = verify_block.verify_block
 
@@ -414,7 +419,13 @@ def _block_first_refusal(monkeypatch):
       noise, law_at, dataclasses.replace(draft, acceptable=shown), depth
     )
 
-  monkeypatch.setattr(verify_block, "verify_block", strict)
+  monkeypatch.setattr(verifiers, "verify_block", strict)
+
+
+def _greedy_rho(monkeypatch):
+  """Every sibling is accepted as if it were the only one."""
+  one = lambda p, q, k: jnp.ones(k.shape)
+  monkeypatch.setattr(verify_k_seq, "optimal_rho", one)
 
 
 def _narrow(monkeypatch):
@@ -460,12 +471,8 @@ TWINS = {
   "counts_as_law": (_counts_as_law, "table", "suffix_corpus", "t0.7"),
   "asked_too_late": (_asked_too_late, "table", "chain", "t0.7"),
   "block_residual": (_block_residual, "table", "block_chain", "t0.7"),
-  "block_first_refusal": (
-    _block_first_refusal,
-    "table",
-    "block_chain",
-    "t0.7",
-  ),
+  "first_refusal": (_first_refusal, "table", "block_chain", "t0.7"),
+  "greedy_rho": (_greedy_rho, "table", "k_seq_pair", "t0.7"),
   "narrow": (_narrow, "table", "chain_average", "t0.7"),
   "blind": (_blind, "transformer", "lookahead", "t0.7"),
   "generous": (_generous, "table", "chain", "t1.5_top_p"),

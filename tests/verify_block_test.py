@@ -77,6 +77,17 @@ def test_the_papers_example():
     assert expected_kept(verifier, 1) == pytest.approx(2 / 3, abs=1e-6)
 
 
+def test_no_rule_keeps_more_than_the_ideal_one():
+  """The overlap of the laws of each prefix, added up: 12/9 of two tokens."""
+  ideal = 0.0
+  for i in (1, 2):
+    texts = np.array(list(itertools.product(range(2), repeat=i)))
+    ideal += np.minimum(P[texts].prod(1), Q[texts].prod(1)).sum()
+  assert ideal == pytest.approx(12 / 9, abs=1e-6)
+  token, block = (expected_kept(rule, 2) for rule in (verify, verify_block))
+  assert token + 0.1 < block < ideal - 0.1
+
+
 def test_it_keeps_the_longest_prefix_that_passes():
   """A failure in the middle does not end the walk."""
   tokens = np.array([[0, 1, 0]])
