@@ -45,7 +45,8 @@ def get_config() -> ConfigDict:
   for option, kind in drafters.option_types().items():
     config.drafter[option] = config_dict.placeholder(kind)
 
-  # token, or block: for chains that a draft model draws at random.
+  # token; for drafts that a draft model draws at random also block (chains)
+  # and k_seq (trees); lossy: typical, and lenience (chains drawn at random).
   config.verifier = ConfigDict()
   config.verifier.name = "token"
   # Options of the verifiers; None = the verifier's own default.

@@ -7,7 +7,7 @@
 
 Every field of the configuration can be overridden: `--config.drafter.name=...`
 (see configs/generate.py). The text is the target model's own: speculation
-changes its speed, not its law.
+changes its speed, not its law, unless a lossy verifier is asked for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -159,6 +159,7 @@ def _record(target, samples, plain, traces) -> dict[str, Any]:
   record = {
     "prompt": first.prompt,
     "prompt_tokens": len(first.prompt_ids),
+    "lossy": first.counts.divergence is not None,
     "samples": [],
   }
   for sample in samples:
@@ -172,6 +173,8 @@ def _record(target, samples, plain, traces) -> dict[str, Any]:
       "accepted": sample.counts.accepted,
       "first_token_s": sample.first_token_s,
     }
+    if sample.counts.divergence is not None:  # of all its tokens, added up
+      entry["divergence"] = sample.counts.divergence
     if sample.logprobs is not None:
       entry["logprobs"] = sample.logprobs
     if traces is not None:
@@ -376,7 +379,7 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
     "cpu_kernel": kernels.is_packed(runner.target.params),
     "dtype": str(jax.tree.leaves(runner.target.params)[0].dtype),
     "seed": runner.work.seed,
-    "lossy": False,
+    "lossy": runner.engines[runner.main].programs.lossy,
     "weights_rounded": config.execution.weights != "float32",
     "num_prompts": num_prompts,
     "weights_sha256": hub.weights_hash(runner.target),

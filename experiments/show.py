@@ -119,6 +119,8 @@ def table(
   if len(speeds) == 2 and all(speeds):
     print(f"{'speed-up of decoding':24}{speeds[1] / speeds[0]:>27.2f}x")
   for report in reports.values():
+    if report.get("lossy"):
+      print(f"lossy: mean total variation {report['divergence']:.4f} per token")
     if (policy := report.get("policy")) and policy.get("alarm"):
       print(f"{'length policy':24}{policy['alarm']}")
   known = [x["identical"] for x in lines if x["identical"] is not None]
@@ -126,7 +128,9 @@ def table(
     same = sum(known)
     answer = "yes" if same == len(known) else "no"
     note = f"{same} of {len(known)} prompts"
-    if not text_must_agree:
+    if any(x.get("lossy") for x in lines):
+      note += "; the rule is lossy, so the law is another"
+    elif not text_must_agree:
       note += "; drawn at random, so only the law is the same"
     print(f"{'identical text':24}{answer:>14}   ({note})")
   print(f"{'load, s':24}{load_s:>14.1f}")

@@ -58,6 +58,22 @@ _MISTAKES = {
     ],
     "block verification is for chains, not for trees",
   ),
+  "k_seq of copies": (
+    ["--config.verifier.name=k_seq"],
+    "K-SEQ needs siblings drawn independently",
+  ),
+  "epsilon": (
+    ["--config.verifier.name=typical", "--config.verifier.epsilon=2"],
+    "epsilon must be in (0, 1], got 2.0",
+  ),
+  "lenience of copies": (
+    ["--config.verifier.name=lenience"],
+    "lenience needs tokens drawn at random",
+  ),
+  "verifier option": (
+    ["--config.verifier.rho=2"],
+    "verifier 'token' has no option 'rho'; it has none",
+  ),
   "verifier": (["--config.verifier.name=x"], "unknown verifier 'x'; there are"),
   "not a number": ([f"{_SAMPLING}top_p=x"], "could not convert string to"),
   "top_p 0": ([f"{_SAMPLING}top_p=0"], "top_p must be in (0, 1], got 0.0"),
@@ -274,7 +290,7 @@ def test_the_table_has_plain_and_speculative_side_by_side(command):
   assert "                                 plain   speculative\n" in ran.out
   assert cells(ran.out, "tokens emitted") == ["24", "24"]
   assert cells(ran.out, "identical text")[0] == "yes"
-  assert "(2 of 2 prompts)" in ran.out
+  assert "(2 of 2 prompts)" in ran.out and "lossy" not in ran.out
   steps = [int(x) for x in cells(ran.out, "steps")]
   per_step = [float(x) for x in cells(ran.out, "emitted per step")]
   assert steps[0] == 24 and per_step[0] == 1.0
@@ -288,6 +304,34 @@ def test_the_table_has_plain_and_speculative_side_by_side(command):
     "accepted per step",
   ):
     assert len(cells(ran.out, label)) == 2
+
+
+def test_a_lossy_rule_is_said_to_be_lossy(command, tmp_path):
+  """In the table, in each line and in the manifest."""
+  out = tmp_path / "x.jsonl"
+  words = (
+    "--config.verifier.name=typical",
+    "--config.verifier.epsilon=0.2",
+    "--config.sampling.temperature=1.0",
+    "--prompt=aaaa bbbb",
+    *SMALL,
+  )
+  ran = command(f"--out={out}", *words)
+  assert ran.code == 0, ran.err
+  (shown,) = [x for x in ran.out.splitlines() if x.startswith("lossy: ")]
+  manifest = json.loads((tmp_path / "x.manifest.json").read_text())
+  report = manifest["reports"]["speculative"]
+  far = report["divergence"]
+  assert manifest["lossy"] is True and report["lossy"] is True
+  assert 0.01 < far <= 1
+  assert shown == f"lossy: mean total variation {far:.4f} per token"
+  (line,) = read_lines(out)
+  (sample,) = line["samples"]
+  assert line["lossy"] is True
+  assert abs(sample["divergence"] / sample["emitted"] - far) < 1e-6
+  assert "the rule is lossy, so the law is another" in ran.out
+  plain = manifest["reports"]["plain"]
+  assert plain["lossy"] is False and plain["divergence"] is None
 
 
 def test_without_comparison_only_speculation_runs(command):
