@@ -38,8 +38,8 @@ def get_config() -> ConfigDict:
   # A file of spec_jax/drafters.
   config.drafter.name = "prompt_lookup"
   # Of drafters that ask a draft model: a model's name, "target", a number of
-  # the target's first layers, layers like "0-5,24-29", or "@FILE" of
-  # experiments.search_layers.
+  # the target's first layers, layers like "0-5,24-29", "@FILE" of
+  # experiments.search_layers, or the folder of a trained draft.
   config.drafter.draft = ""
   # Options of the drafters, see their files; None = the drafter's own default.
   for option, kind in drafters.option_types().items():

@@ -27,6 +27,7 @@ from experiments.launch import UserError
 from spec_jax import hub, kernels, metrics, stops
 from spec_jax.base import DETERMINISTIC
 from spec_jax.generate import Work, make_engine, plan, run
+from spec_jax.pairing import TrainedDraft
 from spec_jax.settings import Settings
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -369,6 +370,8 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
   draft_hash = None
   if isinstance(draft, hub.Loaded):
     draft_hash = hub.weights_hash(draft)
+  elif isinstance(draft, TrainedDraft):
+    draft_hash = draft.weights_sha256
   static = dataclasses.asdict(runner.engines[runner.main].config)
   sizes = ("batch_size", "slots", "chunk", "refill_rows")
   return {

@@ -22,7 +22,21 @@ from spec_jax import (
 )
 from spec_jax.drafting import check_fit
 from spec_jax.options import check_known
+from spec_jax.pairing import (
+  TrainedDraft,
+  check_layers,
+  check_same_vocabulary,
+  inspect_trained,
+  names_layers_file,
+  parse_draft,
+  read_layers,
+  vocabulary_map_of,
+)
 from spec_jax.settings import Settings
+from spec_jax.trained import is_trained
+
+# A draft that a configuration names, its weights not yet read.
+Draft = hub.Inspected | TrainedDraft | str | int | tuple[int, ...] | None
 
 _DEVICE_FILES = (
   "/dev/accel0",
@@ -247,22 +261,12 @@ def inspect(name: str, config: ConfigDict) -> hub.Inspected:
     )
 
 
-def inspect_draft(
-  config: ConfigDict, target: hub.Inspected
-) -> hub.Inspected | str | int | tuple[int, ...] | None:
+def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
   """Returns the draft that a configuration names, not yet read.
 
   Raises:
     UserError: if it is missing, superfluous, or its vocabulary differs.
   """
-  from spec_jax.pairing import (
-    check_layers,
-    check_same_vocabulary,
-    names_layers_file,
-    parse_draft,
-    read_layers,
-  )
-
   name, draft = config.drafter.name, str(config.drafter.draft)
   if not drafters.takes_draft(name):
     if draft:
@@ -272,7 +276,7 @@ def inspect_draft(
     raise UserError(
       f"drafter {name!r} needs --config.drafter.draft: a model's name, "
       "'target', a number of the target's layers, layers like 0-5,24-29, or "
-      "@FILE of a search"
+      "@FILE of a search or the folder of a trained draft"
     )
   if names_layers_file(draft):
     with user_errors():
@@ -284,6 +288,8 @@ def inspect_draft(
     with user_errors():
       check_layers(target.loaded.model.config, parsed)
     return parsed
+  if is_trained(draft):
+    return inspect_trained(draft, target.loaded)
   opened = inspect(draft, config)
   if not drafters.takes_vocabulary_map(name):
     with user_errors():
@@ -293,7 +299,7 @@ def inspect_draft(
 
 def check_sizes(
   target: hub.Inspected,
-  draft: hub.Inspected | str | int | tuple[int, ...] | None,
+  draft: Draft,
   config: ConfigDict,
   options: Mapping[str, Any],
 ) -> None:
@@ -302,14 +308,15 @@ def check_sizes(
   Raises:
     UserError: naming what is out of range.
   """
-  from spec_jax.pairing import vocabulary_map_of
-
   engine, model = config.engine, target.loaded.model
   draft_model = vocabulary_map = None
   if draft is not None:
     # The options do not depend on which layers of the target draft.
-    opened = draft if isinstance(draft, hub.Inspected) else target
-    draft_model = opened.loaded.model
+    if isinstance(draft, TrainedDraft):
+      draft_model = draft.model
+    else:
+      opened = draft if isinstance(draft, hub.Inspected) else target
+      draft_model = opened.loaded.model
   context = model.config.max_length
   if engine.slots > context:
     raise UserError(f"{engine.slots} slots; the model's context is {context}")
@@ -362,7 +369,7 @@ def rows_of(config: ConfigDict, wanted: int, mesh) -> int:
   return rows or -(-wanted // data) * data
 
 
-def read_draft(draft: hub.Inspected | str | int | tuple[int, ...] | None):
+def read_draft(draft: Draft):
   """Reads the draft's weights if it is another model."""
   return draft.read() if isinstance(draft, hub.Inspected) else draft
 

@@ -80,7 +80,7 @@ def _commit() -> str | None:
   return commit + ("+" if dirty else "")
 
 
-def _lock(file: Any, path: Path) -> None:
+def lock_file(file: Any, path: Path) -> None:
   """Keeps other runs out of a file until it is closed.
 
   Raises:
@@ -161,7 +161,7 @@ class ResultFile:
     if self.path.is_dir():
       raise UserError(f"cannot write {self.path}: it is a folder")
     self._file = open(self.path, "a", encoding="utf-8")
-    _lock(self._file, self.path)
+    lock_file(self._file, self.path)
     if not self._made and self.path.stat().st_size:
       self._check_same_run()
       whole = 0

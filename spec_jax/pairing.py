@@ -4,15 +4,19 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import drafters
+from spec_jax import drafters, kernels, trained
+from spec_jax.base import Model, PyTree
 from spec_jax.hub import Loaded, weights_hash
 from spec_jax.models import decoder
+from spec_jax.safetensors_io import LoadError
 from spec_jax.vocabulary_map import VocabularyMap, map_vocabularies
 
 
@@ -46,6 +50,15 @@ def check_layers(config: Any, draft: int | Sequence[int]) -> list[int]:
   return layers
 
 
+def shallow_config(config: Any, layers: Sequence[int]) -> Any:
+  """Returns the architecture of a model made of some layers of another."""
+  return dataclasses.replace(
+    config,
+    num_layers=len(layers),
+    windows=tuple(config.windows[i] for i in layers),
+  )
+
+
 def choose_layers(config: Any, params: dict, draft: int | Sequence[int]):
   """Returns (config, params) of a model made of some layers of another.
 
@@ -66,17 +79,84 @@ def choose_layers(config: Any, params: dict, draft: int | Sequence[int]):
     (LayerSkip).
   """
   layers = check_layers(config, draft)
-  short = dataclasses.replace(
-    config,
-    num_layers=len(layers),
-    windows=tuple(config.windows[i] for i in layers),
-  )
+  short = shallow_config(config, layers)
   own = params["layers"]
   if isinstance(own, dict):
     own = jax.tree.map(lambda x: x[np.asarray(layers)], own)
   else:
     own = type(own)(own[i] for i in layers)
   return short, {**params, "layers": own}
+
+
+class TrainedDraft(NamedTuple):
+  """A trained shallow copy of a target, checked for it, not yet read.
+
+  Attributes:
+    model: the draft in float32; `build` makes the one that fits.
+    card: what it was read from.
+  """
+
+  model: Model
+  card: trained.Card
+
+  @property
+  def weights_sha256(self) -> str:
+    """SHA-256 of the weights' file."""
+    return self.card.info["weights_sha256"]
+
+  def build(self, loaded: Loaded) -> tuple[Model, PyTree]:
+    """Reads the weights, held as the target's are; the rest is shared."""
+    target = loaded.params
+    stacked = isinstance(target["layers"], dict)
+    dtype = target["final_norm"].dtype
+    own = trained.unflatten(
+      {
+        name: jnp.asarray(tensor.read(0, tensor.shape[0]), dtype)
+        for name, tensor in self.card.tensors.items()
+      }
+    )
+    if stacked:
+      own = decoder.stack_layers(own)
+    elif kernels.is_packed(target):
+      stored = target["layers"][0]["wq"].panels.dtype
+      own = kernels.pack_params(own, weights=stored.name)
+    model = _build_short(self.model.config, dtype, stacked)
+    return model, {**target, **own}
+
+
+# What a trained shallow copy shares with its target, by name.
+SHARED = ("embed", "head", "position")
+
+
+def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
+  """Opens a trained shallow copy of the target; reads no weight.
+
+  Args:
+    path: the folder that training wrote.
+    loaded: the target; its parameters are not looked at.
+
+  Raises:
+    LoadError: one line, if it is damaged, of another kind, or was trained for
+      another target.
+  """
+  card = trained.read_card(path, loaded, ("layers",))
+  try:
+    layers = check_layers(loaded.model.config, card.info["layers"])
+  except (ValueError, TypeError, KeyError) as error:
+    raise LoadError(f"{card.folder / trained.CARD}: {error}") from error
+  model = decoder.build(shallow_config(loaded.model.config, layers))
+  shapes = trained.flatten(
+    jax.eval_shape(lambda: model.init(jax.random.key(0)))
+  )
+  wanted = {n: x.shape for n, x in shapes.items() if n not in SHARED}
+  given = {n: t.shape for n, t in card.tensors.items()}
+  for name in sorted(wanted.keys() | given.keys()):
+    if wanted.get(name) != given.get(name):
+      raise LoadError(
+        f"{card.folder}: tensor {name} has shape {given.get(name)}, the target "
+        f"asks for {wanted.get(name)}"
+      )
+  return TrainedDraft(model, card)
 
 
 def parse_draft(text: str) -> str | int | tuple[int, ...]:
@@ -144,7 +224,7 @@ def read_layers(text: str, loaded: Loaded) -> tuple[int, ...]:
 
 def resolve_draft(
   loaded: Loaded,
-  draft: Loaded | str | int | Sequence[int] | None,
+  draft: Loaded | TrainedDraft | str | int | Sequence[int] | None,
   *,
   any_vocabulary: bool = False,
 ):
@@ -170,6 +250,10 @@ def resolve_draft(
     return loaded.model, loaded.params
   if isinstance(draft, str) and names_layers_file(draft):
     draft = read_layers(draft, loaded)
+  if isinstance(draft, str | os.PathLike) and trained.is_trained(draft):
+    draft = inspect_trained(draft, loaded)
+  if isinstance(draft, TrainedDraft):
+    return draft.build(loaded)
   if isinstance(draft, int | list | tuple) and not isinstance(draft, bool):
     short, params = choose_layers(loaded.model.config, loaded.params, draft)
     stacked = isinstance(params["layers"], dict)
@@ -177,7 +261,7 @@ def resolve_draft(
     return _build_short(short, dtype, stacked), params
   raise ValueError(
     f"draft must be a loaded model, 'target', a number of layers, a list of "
-    f"them or a file of layers, got {draft!r}"
+    f"them, a file of layers or the folder of a trained draft, got {draft!r}"
   )
 
 

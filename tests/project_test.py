@@ -33,9 +33,6 @@ _IMPORT_NAMES = {
 # Requirements that no file imports, each with its reason.
 _NOT_IMPORTED = {
   "jinja2": "transformers imports it to render chat templates",
-  "grain": "the training recipes will read their data with it",
-  "optax": "the training recipes will optimise with it",
-  "orbax-checkpoint": "the training recipes will save with it",
 }
 
 # Imports each module in turn, then sets a device flag and counts devices.

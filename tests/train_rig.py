@@ -1,0 +1,110 @@
+"""A tiny distillation without commands: what the training tests share."""
+
+import jax
+import numpy as np
+
+from spec_jax import pairing, sharding
+from spec_jax.models import decoder
+from spec_jax.rope import Rope
+from tests import fakes
+from train import data, distill, loop
+from train.checkpoint import Checkpoints
+from train.recipe import Recipe
+from train.records import Example
+from train.report import Reporter
+
+LENGTH = 12
+
+
+def target(*, meshable: bool = False):
+  """Returns (model, params) of two layers; 8 heads where a mesh wants them."""
+  if not meshable:
+    return fakes.tiny(windows=(None, None))
+  config = decoder.DecoderConfig(
+    vocab_size=16,
+    width=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_width=32,
+    max_length=64,
+    rope=Rope((1.0, 0.1)),
+  )
+  return fakes._seeded(decoder.build(config), 3)
+
+
+def rows(count: int, vocab: int = 13, seed: int = 0) -> list[dict]:
+  """Returns packed rows of random examples, one a row."""
+  rng = np.random.default_rng(seed)
+  examples = []
+  for i in range(count):
+    ids = rng.integers(0, vocab, LENGTH).astype(np.int32)
+    examples.append(Example(ids, np.arange(LENGTH) >= 2 + i % 3))
+  return data.pack(examples, LENGTH)
+
+
+def recipe(pair, *, name: str = "forward_kl", **change) -> Recipe:
+  """Returns a recipe that trains the first layer; measures nothing."""
+  model, params = pair
+  config, start = pairing.choose_layers(model.config, params, 1)
+  draft = decoder.build(config)
+  chosen = {n: x for n, x in start.items() if n not in pairing.SHARED}
+
+  def shardings(mesh):
+    places = sharding.params_shardings(draft, mesh)
+    own = {n: s for n, s in places.items() if n not in pairing.SHARED}
+    return own, sharding.params_shardings(model, mesh)
+
+  found = Recipe(
+    init=lambda key: fakes.noisy(chosen),
+    loss=distill.make_loss(model, draft, name=name),
+    frozen=params,
+    shardings=shardings,
+    measure=None,
+    save=lambda params, folder, info: None,
+  )
+  return found._replace(**change)
+
+
+def stack(some: list[dict]) -> dict[str, np.ndarray]:
+  """Returns rows as one batch."""
+  return {name: np.stack([row[name] for row in some]) for name in some[0]}
+
+
+def train(
+  folder, made: Recipe, schedule: loop.Schedule, *, mesh=None, rate=3e-3, **more
+):
+  """Trains in a folder; returns what `loop.train` does."""
+  folder.mkdir(exist_ok=True)
+  checkpoints = Checkpoints(folder / "checkpoints")
+  try:
+    return loop.train(
+      made,
+      data.Batches(rows(6), 2 * schedule.accumulate, 0),
+      loop.Optimizer(learning_rate=rate, warmup=2, **more),
+      schedule,
+      out=folder,
+      checkpoints=checkpoints,
+      reporter=Reporter(folder, quiet=True),
+      mesh=mesh,
+    )
+  finally:
+    checkpoints.close()
+
+
+def last_state(folder, made: Recipe, steps: int, like=None):
+  """Restores the last checkpoint of a folder."""
+  if like is None:
+    optimizer, _ = loop.Optimizer(warmup=2).build(steps)
+    like = loop.make_state(made, optimizer, 0)
+  checkpoints = Checkpoints(folder / "checkpoints")
+  try:
+    return checkpoints.restore(like)
+  finally:
+    checkpoints.close()
+
+
+def as_numpy(tree):
+  """Returns a pytree's leaves as numpy arrays."""
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]

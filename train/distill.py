@@ -1,0 +1,258 @@
+"""Distils a shallow copy of the target into a draft.
+
+The draft is made of some layers of the target; embedding, output matrix and
+learned positions stay the target's own, frozen and shared, so that only the
+layers and the final norm are trained, saved and moved. The target's law is
+computed anew in each step, in the same program, piece by piece: nothing of
+size `[B, T, V]` is kept.
+
+Reference: Zhou et al. 2024 (DistillSpec).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import pairing, sharding, trained
+from spec_jax.base import Model, PyTree
+from spec_jax.generate import generate
+from spec_jax.hub import Loaded
+from spec_jax.models import decoder
+from spec_jax.settings import Settings
+from train import losses
+from train.recipe import Recipe
+
+__all__ = ["build", "check", "make_loss"]
+
+_CROSS_ENTROPY = "cross_entropy"
+
+
+def check(config: Any) -> None:
+  """Checks what can be known before the target is read.
+
+  Raises:
+    ValueError: naming the field, its range and what it got.
+  """
+  loss = config.loss
+  names = (*losses.LOSSES, _CROSS_ENTROPY)
+  if loss.name not in names:
+    raise ValueError(
+      f"loss.name must be one of {', '.join(names)}, got {loss.name!r}"
+    )
+  if loss.temperature <= 0:
+    raise ValueError(
+      f"loss.temperature must be above 0, got {loss.temperature}"
+    )
+  if not 0 < loss.beta < 1:
+    raise ValueError(f"loss.beta must be in (0, 1), got {loss.beta}")
+  if loss.top_k < 0:
+    raise ValueError(f"loss.top_k must be at least 0, got {loss.top_k}")
+  if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
+    raise ValueError(
+      f"loss.chunk must divide data.length {config.data.length}, got "
+      f"{loss.chunk}"
+    )
+  if config.dtype_saved not in ("bfloat16", "float32"):
+    raise ValueError(
+      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
+    )
+
+
+def layers_of(config: Any, target: Any) -> list[int]:
+  """Returns the layers that `config.draft.layers` names.
+
+  Raises:
+    ValueError: if it names none.
+  """
+  parsed = pairing.parse_draft(str(config.draft.layers))
+  if isinstance(parsed, str):
+    raise ValueError(
+      "draft.layers must be a number of first layers, or layers like 0,10,20 "
+      f"or 0-3,28-29, got {parsed!r}"
+    )
+  return pairing.check_layers(target, parsed)
+
+
+def make_loss(
+  target: Model,
+  draft: Model,
+  *,
+  name: str,
+  temperature: float = 1.0,
+  beta: float = 0.5,
+  top_k: int = 0,
+  chunk: int = 0,
+):
+  """Makes the recipe's loss, see `Recipe.loss`.
+
+  Args:
+    target: whose parameters are the frozen ones.
+    draft: shares those that are not trained.
+    name: a key of `losses.LOSSES`, or "cross_entropy" with the data's tokens.
+    temperature: see `losses.divergence`.
+    beta: see `losses.divergence`.
+    top_k: see `losses.divergence`.
+    chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+  """
+
+  def loss(params, frozen, batch, key):
+    del key  # nothing is drawn
+    own = {**frozen, **_cast(params, frozen)}
+    read = {
+      "positions_BT": batch["positions"],
+      "segment_ids": batch["segment_ids"],
+      "logits_at": jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
+    }
+    theirs = target.apply(frozen, batch["tokens"], **read).hidden[:, :, 0]
+    ours = draft.apply(own, batch["tokens"], **read).hidden[:, :, 0]
+
+    def piece(x):
+      logits = jax.lax.stop_gradient(target.unembed(frozen, x["theirs"]))
+      guess = draft.unembed(own, x["ours"])
+      weights = x["weights"]
+      value, alpha = losses.divergence(
+        "tvd" if name == _CROSS_ENTROPY else name,
+        logits,
+        guess,
+        weights,
+        temperature=temperature,
+        beta=beta,
+        top_k=top_k,
+      )
+      if name == _CROSS_ENTROPY:
+        value = losses.cross_entropy(guess, x["labels"], weights)
+      agree = logits.argmax(-1) == guess.argmax(-1)
+      return {
+        "loss": value.sum(),
+        "acceptance": alpha.sum(),
+        "agreement": (agree * weights).sum(),
+        "tokens": weights.sum(),
+      }
+
+    arrays = {
+      "theirs": jax.lax.stop_gradient(theirs),
+      "ours": ours,
+      "weights": batch["weights"],
+      "labels": batch["labels"],
+    }
+    sums = losses.sum_chunks(piece, arrays, chunk)
+    return sums.pop("loss"), sums
+
+  return loss
+
+
+def _cast(params: PyTree, frozen: PyTree) -> PyTree:
+  """Trained parameters in the dtype the target computes in."""
+  dtype = frozen["final_norm"].dtype
+  return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def unstack_layers(stacked: PyTree) -> tuple[PyTree, ...]:
+  """Undoes `decoder.stack_layers` for the layers."""
+  count = jax.tree.leaves(stacked)[0].shape[0]
+  take = lambda i: jax.tree.map(lambda x: x[i], stacked)
+  return tuple(take(i) for i in range(count))
+
+
+def build(
+  config: Any, loaded: Loaded, mesh: Any, held_out: Sequence[Sequence[int]]
+) -> Recipe:
+  """Builds the recipe.
+
+  Args:
+    config: see configs/distill.py.
+    loaded: the target, its parameters plain arrays.
+    mesh: of axes 'data' and 'model', or None.
+    held_out: prompts for the decoder, as token ids.
+
+  Raises:
+    ValueError: see `check`; or if the layers are out of range.
+  """
+  check(config)
+  architecture, frozen = loaded.model.config, loaded.params
+  layers = layers_of(config, architecture)
+  short, start = pairing.choose_layers(architecture, frozen, layers)
+  stacked = isinstance(frozen["layers"], dict)
+  precision = config.execution.matmul_precision
+  options = {
+    "dtype": frozen["final_norm"].dtype,
+    "scan_layers": stacked,
+    "precision": None if precision == "default" else precision,
+  }
+  decoding = decoder.build(short, **options)
+  options["remat"] = config.train.remat
+  draft = decoder.build(short, **options)
+  chosen = {n: x for n, x in start.items() if n not in pairing.SHARED}
+  saved = jnp.dtype(config.dtype_saved)
+
+  def init(key):
+    del key  # it starts as the target's own layers
+    return jax.tree.map(lambda x: x.astype(jnp.float32), chosen)
+
+  def shardings(mesh):
+    of_draft = sharding.params_shardings(draft, mesh)
+    own = {n: s for n, s in of_draft.items() if n not in pairing.SHARED}
+    return own, sharding.params_shardings(loaded.model, mesh)
+
+  def measure(params) -> dict[str, float]:
+    # What is saved is measured: rounded.
+    rounded = jax.tree.map(lambda x: x.astype(saved), params)
+    one = Loaded(
+      decoding,
+      {**frozen, **_cast(rounded, frozen)},
+      tokenizer=None,  # the target's
+      config={},
+      name="the draft in training",
+      hashes={},
+      stop_ids=(),
+      files=(),
+    )
+    rows = 1 if mesh is None else mesh.shape["data"]
+    wanted = min(config.eval.batch_size, len(held_out))
+    out = generate(
+      loaded,
+      held_out,
+      drafter="vanilla",
+      draft=one,
+      options={"num_draft": config.eval.num_draft},
+      settings=Settings(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens,
+      ),
+      batch_size=-(-wanted // rows) * rows,
+      seed=config.seed,
+      mesh=mesh,
+    )
+    names = ("emitted_per_step", "acceptance_rate")
+    return {name: float(out.report[name]) for name in names}
+
+  def save(params, folder: Path, info: dict[str, Any]) -> None:
+    plain = params
+    if stacked:
+      plain = {**params, "layers": unstack_layers(params["layers"])}
+    tensors = {
+      name: np.asarray(x.astype(saved))
+      for name, x in trained.flatten(plain).items()
+    }
+    trained.save(folder, "layers", tensors, {"layers": layers, **info})
+
+  return Recipe(
+    init=init,
+    loss=make_loss(
+      loaded.model,
+      draft,
+      name=config.loss.name,
+      temperature=config.loss.temperature,
+      beta=config.loss.beta,
+      top_k=config.loss.top_k,
+      chunk=config.loss.chunk,
+    ),
+    frozen=frozen,
+    shardings=shardings,
+    measure=measure if held_out else None,
+    save=save,
+  )

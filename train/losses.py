@@ -1,0 +1,267 @@
+"""Divergences between the target's law and the draft's, token by token.
+
+`p` is the target's law, `q` the draft's, both over the same ids. A token the
+target refuses (logit -inf: a filter, a reduced vocabulary, padding) has `p = 0`
+and the finite log-probability `LOG_FLOOR`, chosen before any function that
+could make NaN of it: a gradient through `where` is NaN if the branch that was
+not taken is (the double-where pattern). A position of weight 0 may hold
+anything, NaN too: neither its loss nor its gradient sees it.
+
+No temperature squared is put in front of a loss: divergences of laws at
+another temperature are what they are.
+
+Reference: Zhou et al. 2024 (DistillSpec), section 4; Leviathan et al. 2023,
+corollary 3.6, for `alpha = sum min(p, q) = 1 - TVD`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.base import Array
+
+__all__ = [
+  "LOG_FLOOR",
+  "LOSSES",
+  "Law",
+  "acceptance",
+  "cross_entropy",
+  "divergence",
+  "keep_ids",
+  "keep_top",
+  "law",
+  "sum_chunks",
+]
+
+# exp(-30) = 1e-13 is below float32's resolution of any law that sums to 1.
+LOG_FLOOR = -30.0
+
+
+class Law(NamedTuple):
+  """Probabilities and finite log-probabilities.
+
+  Attributes:
+    probs: `[..., V]` float32; 0 where the logit was -inf.
+    log_probs: `[..., V]` float32, at least `LOG_FLOOR`.
+  """
+
+  probs: Array
+  log_probs: Array
+
+
+def law(logits: Array, temperature: float = 1.0) -> Law:
+  """Returns the law of logits, finite with finite gradients.
+
+  Args:
+    logits: `[..., V]`, -inf allowed; a row of nothing but -inf has no law and
+      gives probabilities 0.
+    temperature: above 0.
+
+  Raises:
+    ValueError: if the temperature is not above 0.
+  """
+  if temperature <= 0:
+    raise ValueError(f"temperature must be above 0, got {temperature}")
+  logits = logits.astype(jnp.float32) / temperature
+  allowed = logits != -jnp.inf  # NaN stays NaN: training must see it
+  safe = jnp.where(allowed, logits, 0.0)
+  low = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
+  top = lax.stop_gradient(low.max(-1, keepdims=True))
+  some = allowed.any(-1, keepdims=True)
+  top = jnp.where(some, top, 0.0)
+  # Within where: exp of a value that is never used must not overflow.
+  weight = jnp.where(allowed, jnp.exp(jnp.where(allowed, safe - top, 0.0)), 0.0)
+  total = jnp.where(some, weight.sum(-1, keepdims=True), 1.0)
+  log_probs = jnp.where(allowed, safe - top - jnp.log(total), LOG_FLOOR)
+  return Law(weight / total, jnp.maximum(log_probs, LOG_FLOOR))
+
+
+def acceptance(p: Array, q: Array) -> Array:
+  """Returns `alpha = sum min(p, q)`, the chance that a draft token is accepted.
+
+  Args:
+    p: `[..., V]`.
+    q: `[..., V]`.
+
+  Returns:
+    `[...]`, equal to `1 - TVD(p, q)` if both sum to 1.
+  """
+  return jnp.minimum(p, q).sum(-1)
+
+
+def _forward_kl(p: Law, q: Law, beta: float) -> Array:
+  """KL(p || q)."""
+  return (p.probs * (p.log_probs - q.log_probs)).sum(-1)
+
+
+def _reverse_kl(p: Law, q: Law, beta: float) -> Array:
+  """KL(q || p); what p refuses costs `-LOG_FLOOR` at most."""
+  return (q.probs * (q.log_probs - p.log_probs)).sum(-1)
+
+
+def _jsd(p: Law, q: Law, beta: float) -> Array:
+  """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q."""
+  m = beta * p.probs + (1 - beta) * q.probs
+  there = m > 0
+  log_m = jnp.where(there, jnp.log(jnp.where(there, m, 1.0)), LOG_FLOOR)
+  log_m = jnp.maximum(log_m, LOG_FLOOR)
+  of_p = (p.probs * (p.log_probs - log_m)).sum(-1)
+  of_q = (q.probs * (q.log_probs - log_m)).sum(-1)
+  return beta * of_p + (1 - beta) * of_q
+
+
+def _tvd(p: Law, q: Law, beta: float) -> Array:
+  """sum |p - q| / 2."""
+  return 0.5 * jnp.abs(p.probs - q.probs).sum(-1)
+
+
+# Name -> (p, q, beta) -> loss of each position.
+LOSSES: dict[str, Callable[[Law, Law, float], Array]] = {
+  "forward_kl": _forward_kl,
+  "reverse_kl": _reverse_kl,
+  "jsd": _jsd,
+  "tvd": _tvd,
+}
+
+
+def divergence(
+  name: str,
+  target: Array,
+  draft: Array,
+  weights: Array,
+  *,
+  temperature: float = 1.0,
+  beta: float = 0.5,
+  top_k: int = 0,
+) -> tuple[Array, Array]:
+  """Returns the loss and the acceptance of each position.
+
+  Args:
+    name: a key of `LOSSES`.
+    target: `[..., V]` logits of the target; no gradient flows into them.
+    draft: `[..., V]` logits of the draft.
+    weights: `[...]`, 0 = this position does not count.
+    temperature: of both laws.
+    beta: of JSD, in (0, 1). JSD / beta tends to the forward KL as beta tends
+      to 0, JSD / (1 - beta) to the reverse KL as beta tends to 1.
+    top_k: the loss sees only so many tokens of the target's law, renormalised;
+      0 = all. The acceptance sees all.
+
+  Returns:
+    `[...]` weighted losses, and `[...]` weighted acceptances; exactly 0 where
+    the weight is 0.
+
+  Raises:
+    ValueError: for an unknown loss, or a number out of range.
+  """
+  if name not in LOSSES:
+    raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
+  if not 0 < beta < 1:
+    raise ValueError(f"beta must be in (0, 1), got {beta}")
+  target, draft = (_where_counted(x, weights) for x in (target, draft))
+  target = lax.stop_gradient(target)
+  q = law(draft, temperature)
+  p = law(target, temperature)
+  alpha = acceptance(p.probs, lax.stop_gradient(q.probs))
+  if top_k:
+    p = law(keep_top(target, top_k), temperature)
+  return LOSSES[name](p, q, beta) * weights, alpha * weights
+
+
+def cross_entropy(draft: Array, labels: Array, weights: Array) -> Array:
+  """Returns `-weight log q(label)` of each position.
+
+  Args:
+    draft: `[..., V]` logits.
+    labels: `[...]` int32; below 0 or not in the vocabulary: weight 0.
+    weights: `[...]`.
+  """
+  V = draft.shape[-1]
+  weights = jnp.where((labels >= 0) & (labels < V), weights, 0.0)
+  q = law(_where_counted(draft, weights))
+  at = jnp.clip(labels, 0, V - 1)[..., None]
+  return -jnp.take_along_axis(q.log_probs, at, -1)[..., 0] * weights
+
+
+def _where_counted(logits: Array, weights: Array) -> Array:
+  return jnp.where(weights[..., None] != 0, logits, 0.0)
+
+
+def keep_top(logits: Array, k: int) -> Array:
+  """Returns logits with all but the `k` largest at -inf; ties are kept.
+
+  Raises:
+    ValueError: if `k` is below 1.
+  """
+  if k < 1:
+    raise ValueError(f"top_k must be at least 1, got {k}")
+  least = lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
+  return jnp.where(logits >= lax.stop_gradient(least), logits, -jnp.inf)
+
+
+def keep_ids(
+  logits: Array, ids: np.ndarray | Array, weights: Array
+) -> tuple[Array, Array]:
+  """Takes the target's logits to a draft's own, smaller vocabulary.
+
+  The law over the kept ids is the target's, renormalised. A position whose
+  likeliest token the draft cannot say teaches nothing and gets weight 0.
+
+  Args:
+    logits: `[..., V]` of the target.
+    ids: `[v]` int, the target's id of each id of the draft.
+    weights: `[...]`.
+
+  Returns:
+    `[..., v]` logits and the weights of the positions that are left.
+
+  Reference: Li et al. 2025 (EAGLE-3), the draft vocabulary.
+  """
+  kept = logits[..., ids]
+  inside = kept.max(-1) >= logits.max(-1)
+  return kept, jnp.where(inside, weights, 0.0)
+
+
+def sum_chunks(function: Callable, arrays, size: int):
+  """Sums a function over pieces of the second axis, in the room of one piece.
+
+  `[B, T, V]` logits do not fit at real sizes; `function` makes those of a
+  piece and they are made again in the backward pass.
+
+  Args:
+    function: takes a pytree like `arrays` with `size` instead of `T` positions
+      and returns a pytree of sums.
+    arrays: pytree of `[B, T, ...]`.
+    size: positions a piece, divides `T`; 0 = everything at once.
+
+  Returns:
+    What `function` returns, added up.
+
+  Raises:
+    ValueError: if `size` does not divide `T`.
+  """
+  T = jax.tree.leaves(arrays)[0].shape[1]
+  if size <= 0 or size == T:
+    return function(arrays)
+  if T % size:
+    raise ValueError(f"pieces of {size} positions do not divide {T}")
+  pieces = jax.tree.map(
+    lambda x: jnp.moveaxis(
+      x.reshape(x.shape[0], T // size, size, *x.shape[2:]), 1, 0
+    ),
+    arrays,
+  )
+  first = jax.tree.map(lambda x: x[0], pieces)
+  zero = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first)
+  )
+
+  def body(total, piece):
+    found = jax.checkpoint(function)(piece)
+    return jax.tree.map(jnp.add, total, found), None
+
+  return lax.scan(body, zero, pieces)[0]
