@@ -61,6 +61,15 @@ def get_config() -> ConfigDict:
   # Examples to read at most; 0 = all.
   config.data.limit = 0
 
+  # The draft's own answers to the data's prompts, written as it learns.
+  config.on_policy = ConfigDict()
+  # Part of each batch: 0 = the data alone, 1 = the draft's answers alone.
+  config.on_policy.part = 0.0
+  # Steps between two writings, and prompts answered each time.
+  config.on_policy.refresh = 50
+  config.on_policy.prompts = 64
+  config.on_policy.temperature = 1.0
+
   config.optimizer = ConfigDict()
   config.optimizer.learning_rate = 5e-4
   # Steps; then a cosine down to `final` of the highest rate.

@@ -107,7 +107,7 @@ def save(
   Returns:
     The card's path.
   """
-  from safetensors.numpy import save_file
+  from safetensors.numpy import save as to_bytes
 
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def save(
     name: np.ascontiguousarray(jax.device_get(x)) for name, x in tensors.items()
   }
   temporary = folder / "weights.tmp"
-  save_file(arrays, temporary)
+  temporary.write_bytes(to_bytes(arrays))
   digest = sha256_of(temporary)
   weights = folder / f"draft-{digest[:12]}.safetensors"
   os.replace(temporary, weights)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +230,31 @@ def test_sources_that_are_not_there_are_named(loaded, tmp_path):
   if importlib.util.find_spec("datasets") is None:
     with pytest.raises(data.DataError, match="package datasets"):
       read("someone/something")
+
+
+def test_hub_data_is_read_by_the_package_if_it_is_there(
+  loaded, tmp_path, monkeypatch
+):
+  """A stand-in for the package `datasets`: one good split, one error."""
+  (tmp_path / "datasets.py").write_text(
+    "def load_dataset(name, split):\n"
+    "  if split == 'none':\n"
+    "    raise OSError('no such split\\nand more')\n"
+    "  return [{'prompt': name, 'answer': split}, {'story': 'x'}]\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, "datasets", raising=False)
+  read = lambda name, **how: data.read_examples(
+    (name,), loaded, length=400, **how
+  )
+  (example,) = read("some/thing", limit=1)
+  assert _said(example) == "train"
+  assert _said(read("some/thing:test", limit=1)[0]) == "test"
+  with pytest.raises(data.DataError, match="some/thing record 2 has none of"):
+    read("some/thing")
+  with pytest.raises(data.DataError, match="OSError: no such split$"):
+    read("some/thing:none")
+  monkeypatch.delitem(sys.modules, "datasets")
 
 
 def _rows(count=7):

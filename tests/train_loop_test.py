@@ -16,7 +16,7 @@ from spec_jax import sharding
 from tests import fakes, train_resume_cases, train_rig
 from train import loop
 from train.checkpoint import RunFolder
-from train.report import read_metrics
+from train.report import Reporter, read_metrics
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -216,7 +216,44 @@ def test_the_rate_counts_optimiser_steps():
   """4 micro-batches a step: the cosine still ends at the last step."""
   _, schedule = loop.Optimizer(1.0, warmup=4, final=0.1).build(20)
   rates = [float(schedule(i)) for i in (0, 2, 4, 12, 20)]
-  np.testing.assert_allclose(rates, [0, 0.5, 1, 0.55, 0.1], atol=1e-6)
+  np.testing.assert_allclose(rates, [0.2, 0.6, 1, 0.55, 0.1], atol=1e-6)
+
+
+def test_tensorboard_is_told_if_it_is_installed(tmp_path, monkeypatch):
+  """A stand-in for `tensorboardX` that writes what it is told."""
+  (tmp_path / "tensorboardX.py").write_text(
+    "class SummaryWriter:\n"
+    "  def __init__(self, folder, purge_step):\n"
+    "    self.told = [(folder, purge_step)]\n"
+    "  def add_scalar(self, *what):\n"
+    "    self.told.append(what)\n"
+    "  def close(self):\n"
+    "    pass\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  reporter = Reporter(tmp_path, quiet=True)
+  reporter.start(2, 9)
+  told = reporter._board.told
+  reporter.step(3, {"loss": 0.5}, 7, write=True)
+  reporter.close()
+  monkeypatch.delitem(sys.modules, "tensorboardX")
+  assert told == [(str(tmp_path / "tensorboard"), 3), ("loss", 0.5, 3)]
+
+
+def test_metrics_of_steps_that_come_again_are_cut_off(tmp_path):
+  reporter = Reporter(tmp_path, quiet=True)
+  reporter.start(0, 9)
+  for step in (1, 2, 3):
+    reporter.step(step, {"loss": step}, 5, write=True)
+  reporter.close()
+  with open(tmp_path / "metrics.jsonl", "a") as file:
+    file.write('{"step": 4, "lo')
+  reporter = Reporter(tmp_path, quiet=True)
+  reporter.start(2, 9)
+  reporter.step(3, {"loss": 30.0}, 5, write=True)
+  reporter.close()
+  found = [(x["step"], x["loss"]) for x in read_metrics(tmp_path)]
+  assert found == [(1, 1), (2, 2), (3, 30)]
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):

@@ -267,6 +267,30 @@ def test_bad_data_names_file_and_line(train, tmp_path):
   assert "bad.jsonl line 2 is not JSON" in err
 
 
+def test_a_run_may_move_to_a_mesh_and_learn_from_its_own_answers(
+  train, tmp_path
+):
+  """Two steps on one device, two on a mesh; the draft wrote twice."""
+  words = (
+    f"--out={tmp_path / 'run'}",
+    "--config.eval.prompts=0",
+    "--config.on_policy.part=0.5",
+    "--config.on_policy.refresh=2",
+    "--config.on_policy.prompts=2",
+    "--config.train.steps=4",
+    "--config.train.log_every=1",
+  )
+  code, _, err = train(*words, "--stop_after=2")
+  assert code == 0, err
+  code, _, err = train(*words, "--config.mesh=2x1")
+  assert code == 0, err
+  wrote = sorted(x.name for x in (tmp_path / "run" / "on_policy").iterdir())
+  assert wrote == ["step-00000000.jsonl", "step-00000002.jsonl"]
+  lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+  assert [x["step"] for x in lines] == [1, 2, 3, 4]
+  assert trained.is_trained(tmp_path / "run" / "best")
+
+
 def test_answers_are_written_once_and_are_plain_decodings(
   folder, tmp_path, monkeypatch, capsys
 ):

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from spec_jax.base import PyTree
 from train import records
 from train.records import DataError, Example
 
@@ -146,6 +147,11 @@ def _hub(source: str) -> Iterator[Any]:
     raise DataError(f"cannot read the data set {source}: {why}") from error
 
 
+# Endless for any purpose; grain's own endlessness overflows with one row a
+# batch.
+_EPOCHS = 1 << 20
+
+
 class _Row(NamedTuple):
   """Examples that share a row."""
 
@@ -217,7 +223,7 @@ class Batches:
       raise DataError("the data holds no answer token to learn from")
     self.rows = rows
     self.epoch = max(1, len(rows) // batch_size)
-    data = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+    data = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(_EPOCHS)
     # Rows lie in memory already: threads that read ahead would gain nothing.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._batches = iter(data.batch(batch_size).to_iter_dataset(options))
@@ -229,6 +235,9 @@ class Batches:
   def __iter__(self) -> "Batches":
     """Returns itself."""
     return self
+
+  def before(self, step: int, params: PyTree) -> None:
+    """Called before each step: nothing here depends on what was learned."""
 
   def position(self) -> dict[str, Any]:
     """Returns where the iterator stands, as JSON."""

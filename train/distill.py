@@ -198,37 +198,61 @@ def build(
     own = {n: s for n, s in of_draft.items() if n not in pairing.SHARED}
     return own, sharding.params_shardings(loaded.model, mesh)
 
-  def measure(params) -> dict[str, float]:
+  def as_loaded(params) -> Loaded:
     # What is saved is measured: rounded.
     rounded = jax.tree.map(lambda x: x.astype(saved), params)
-    one = Loaded(
+    return Loaded(
       decoding,
       {**frozen, **_cast(rounded, frozen)},
       tokenizer=None,  # the target's
       config={},
       name="the draft in training",
       hashes={},
-      stop_ids=(),
+      stop_ids=loaded.stop_ids,
       files=(),
     )
+
+  def rows_for(count: int) -> int:
     rows = 1 if mesh is None else mesh.shape["data"]
-    wanted = min(config.eval.batch_size, len(held_out))
+    return -(-min(config.eval.batch_size, count) // rows) * rows
+
+  def measure(params) -> dict[str, float]:
     out = generate(
       loaded,
       held_out,
       drafter="vanilla",
-      draft=one,
+      draft=as_loaded(params),
       options={"num_draft": config.eval.num_draft},
       settings=Settings(
         temperature=config.eval.temperature,
         max_new_tokens=config.eval.max_new_tokens,
       ),
-      batch_size=-(-wanted // rows) * rows,
+      batch_size=rows_for(len(held_out)),
       seed=config.seed,
       mesh=mesh,
     )
     names = ("emitted_per_step", "acceptance_rate")
     return {name: float(out.report[name]) for name in names}
+
+  def sample(params, prompts, seed) -> list[list[int]]:
+    length = config.data.length
+    settings = [
+      Settings(
+        temperature=config.on_policy.temperature,
+        max_new_tokens=length - len(prompt),
+      )
+      for prompt in prompts
+    ]
+    out = generate(
+      as_loaded(params),
+      prompts,
+      settings=settings,
+      batch_size=rows_for(len(prompts)),
+      slots=length,
+      seed=seed,
+      mesh=mesh,
+    )
+    return out.ids
 
   def save(params, folder: Path, info: dict[str, Any]) -> None:
     plain = params
@@ -255,4 +279,5 @@ def build(
     shardings=shardings,
     measure=measure if held_out else None,
     save=save,
+    sample=sample,
   )

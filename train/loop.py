@@ -25,6 +25,7 @@ import optax
 from spec_jax.base import Array, PyTree
 from train.checkpoint import Checkpoints
 from train.data import Batches
+from train.on_policy import OnPolicyBatches
 from train.recipe import FIELDS, Recipe
 from train.report import Reporter
 
@@ -99,7 +100,8 @@ class Optimizer:
     if steps < 1:
       raise ValueError(f"steps must be at least 1, got {steps}")
     schedule = optax.warmup_cosine_decay_schedule(
-      init_value=0.0 if self.warmup else self.learning_rate,
+      # Above 0, or the first step would do nothing.
+      init_value=self.learning_rate / (self.warmup + 1),
       peak_value=self.learning_rate,
       warmup_steps=min(self.warmup, steps - 1),
       decay_steps=steps,
@@ -214,7 +216,8 @@ def make_step(
 def make_state(recipe: Recipe, optimizer: Any, seed: int) -> TrainState:
   """Returns the state a run starts with, on the default device."""
   own, run = jax.random.split(jax.random.key(seed))
-  params = recipe.init(own)
+  # A copy: it may be part of the target, and a step donates its state.
+  params = jax.tree.map(jnp.array, recipe.init(own))
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     params=params,
@@ -251,7 +254,7 @@ class _Device:
     self.accumulate = accumulate
     self.frozen, self.state = recipe.frozen, state
     if mesh is None:
-      # A copy: the first step donates it.
+      # A copy again: the caller's state is not donated.
       self.state = jax.tree.map(jnp.array, state)
       self._step = jax.jit(step, donate_argnums=0)
       return
@@ -285,7 +288,7 @@ class _Device:
 
 def train(
   recipe: Recipe,
-  batches: Batches,
+  batches: Batches | OnPolicyBatches,
   optimizer: Optimizer,
   schedule: Schedule,
   *,
@@ -359,6 +362,7 @@ def train(
 
   try:
     for step in range(done + 1, last + 1):
+      batches.before(step, device.state.params)
       batch = next(batches)
       metrics = device.run(batch)
       settle()

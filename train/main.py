@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from experiments import launch, prompts as prompt_files, results
 from experiments.launch import UserError
 from spec_jax import trained
-from train import data, loop, recipe as recipes
+from train import data, loop, on_policy, recipe as recipes
 from train.checkpoint import Checkpoints, RunFolder
 from train.report import Reporter
 
@@ -124,20 +124,62 @@ def main() -> int | None:
     folder.close()
 
 
+def make_fixed(config, rows, accumulate: int):
+  """Returns batches of the data, and how many rows of each are the draft's.
+
+  Raises:
+    ValueError: if a number is out of range.
+  """
+  own = config.on_policy
+  if not 0 <= own.part <= 1:
+    raise ValueError(f"on_policy.part must be in [0, 1], got {own.part}")
+  for name in ("refresh", "prompts"):
+    if own[name] < 1:
+      raise ValueError(f"on_policy.{name} must be at least 1, got {own[name]}")
+  whole = config.train.batch_size * accumulate
+  drafted = round(own.part * whole)
+  if drafted == whole:
+    return None, drafted
+  return data.Batches(rows, whole - drafted, config.seed), drafted
+
+
+def mix(config, fixed, drafted: int, learn, recipe, folder):
+  """Returns the batches of a run; see `make_fixed`.
+
+  Raises:
+    ValueError: if the recipe's draft cannot write alone.
+  """
+  if not drafted:
+    return fixed
+  if recipe.sample is None:
+    raise ValueError(f"recipe {config.recipe!r} takes no on_policy.part")
+  own = config.on_policy
+  return on_policy.OnPolicyBatches(
+    fixed,
+    [x.prompt for x in learn],
+    recipe.sample,
+    batch_size=drafted,
+    length=config.data.length,
+    refresh=own.refresh,
+    prompts_each=own.prompts,
+    seed=config.seed,
+    folder=folder / "on_policy",
+  )
+
+
 def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
   learn, held_out = read_data(config, opened.loaded)
   rows = data.pack(learn, config.data.length)
   with launch.user_errors():
-    batches = data.Batches(
-      rows, config.train.batch_size * schedule.accumulate, config.seed
-    )
+    fixed, drafted = make_fixed(config, rows, schedule.accumulate)
   loaded = opened.read()
   with launch.user_errors():
     recipe = recipe_file.build(config, loaded, mesh, held_out)
+    batches = mix(config, fixed, drafted, learn, recipe, folder.path)
   tokens = sum(float(row["weights"].sum()) for row in rows)
   print(
     f"{len(learn)} examples in {len(rows)} rows of {config.data.length}, "
-    f"{tokens:.0f} tokens to predict, {batches.epoch} steps an epoch; "
+    f"{tokens:.0f} tokens to predict, {batches.epoch} steps an epoch of data; "
     f"{len(held_out)} prompts held out",
     file=sys.stderr,
   )

@@ -28,6 +28,8 @@ class Recipe(NamedTuple):
     measure: `measure(params) -> {"emitted_per_step": ..., ...}` by the real
       decoder on held-out prompts; None = there are none.
     save: `save(params, folder, info)` writes what decoding can load.
+    sample: `sample(params, prompts, seed) -> ids` of the draft's own answers to
+      prompts given as ids; None = it cannot write alone.
   """
 
   init: Callable[[Any], PyTree]
@@ -36,6 +38,7 @@ class Recipe(NamedTuple):
   shardings: Callable[[Any], tuple[PyTree, PyTree]]
   measure: Callable[[PyTree], dict[str, float]] | None
   save: Callable[[PyTree, Path, dict[str, Any]], None]
+  sample: Callable[[PyTree, Any, int], list[list[int]]] | None = None
 
 
 def load(name: str) -> Any:

@@ -84,14 +84,17 @@ class Reporter:
     if not write:
       return
     now = time.perf_counter()
-    speed = self._tokens / max(now - self._since, 1e-9)
-    self._tokens, self._since = 0, now
-    self._write(step, {**metrics, "tokens_per_s": speed})
+    line = dict(metrics)
     self._shown |= {
       "loss": f"{metrics['loss']:.3f}",
       "acc": f"{metrics.get('acceptance', float('nan')):.3f}",
-      "tok/s": f"{speed:.0f}",
     }
+    if self._tokens:
+      speed = self._tokens / max(now - self._since, 1e-9)
+      line["tokens_per_s"] = speed
+      self._shown["tok/s"] = f"{speed:.0f}"
+    self._tokens, self._since = 0, now
+    self._write(step, line)
     self._show(step)
 
   def measured(

@@ -1,0 +1,129 @@
+"""Batches that hold, besides the data, what the draft itself writes.
+
+Every `refresh` steps the draft answers some of the prompts with our own engine;
+until the next time a fixed part of each batch comes from those answers. The
+target's law is computed on whatever the batch holds, so the draft is taught
+where it goes, not only where the target would have gone.
+
+What was written lies in the run's folder, so a resumed run reads the very same
+answers and not those of a draft that is further on.
+
+Reference: Zhou et al. 2024 (DistillSpec), section 4; Agarwal et al. 2024 (GKD).
+"""
+
+from collections.abc import Callable, Sequence
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_jax.base import PyTree
+from train.data import Batches, DataError, Example, pack
+
+__all__ = ["OnPolicyBatches"]
+
+
+class OnPolicyBatches:
+  """Mixes the draft's own answers into fixed data."""
+
+  def __init__(
+    self,
+    fixed: Batches | None,
+    prompts: Sequence[Sequence[int]],
+    sample: Callable[[PyTree, Sequence[Sequence[int]], int], list[list[int]]],
+    *,
+    batch_size: int,
+    length: int,
+    refresh: int,
+    prompts_each: int,
+    seed: int,
+    folder: Path,
+  ):
+    """Prepares, and samples nothing yet.
+
+    Args:
+      fixed: gives the rest of each batch; None = the draft gives it all.
+      prompts: token ids, each shorter than a row.
+      sample: `sample(params, prompts, seed) -> ids of the answers`.
+      batch_size: rows of a batch that are the draft's.
+      length: tokens of a row.
+      refresh: steps between two samplings.
+      prompts_each: prompts that are answered each time.
+      seed: of the order and of the sampling.
+      folder: where answers are kept.
+
+    Raises:
+      DataError: if no prompt leaves room for an answer.
+    """
+    self._prompts = [list(p) for p in prompts if 0 < len(p) < length]
+    if not self._prompts:
+      raise DataError(f"no prompt is shorter than a row of {length} tokens")
+    self._fixed, self._sample = fixed, sample
+    self._batch_size, self._length = batch_size, length
+    self._refresh, self._each = refresh, min(prompts_each, len(self._prompts))
+    self._seed, self._folder = seed, Path(folder)
+    self._own: Batches | None = None
+    self.epoch = 0 if fixed is None else fixed.epoch
+
+  def before(self, step: int, params: PyTree) -> None:
+    """Called before each step, counted from 1, with the draft as it is."""
+    done = (step - 1) % self._refresh
+    if done and self._own is not None:
+      return
+    start = step - 1 - done
+    path = self._folder / f"step-{start:08d}.jsonl"
+    if not path.exists():
+      if done:
+        raise DataError(
+          f"{path} is gone: the answers a resumed run needs; start anew"
+        )
+      self._write(path, start, params)
+    pairs = [json.loads(x) for x in path.read_text("utf-8").splitlines()]
+    examples = []
+    for pair in pairs:
+      ids = np.asarray(pair["prompt_ids"] + pair["ids"], np.int32)
+      answer = np.arange(len(ids)) >= len(pair["prompt_ids"])
+      examples.append(Example(ids[: self._length], answer[: self._length]))
+    rows = pack([x for x in examples if x.answer[1:].any()], self._length)
+    self._own = Batches(rows, self._batch_size, self._seed + start)
+    self._own.restore({"next_index": done})
+
+  def _write(self, path: Path, start: int, params: PyTree) -> None:
+    first = start // self._refresh * self._each
+    chosen = [
+      self._prompts[i % len(self._prompts)]
+      for i in range(first, first + self._each)
+    ]
+    answers = self._sample(params, chosen, self._seed + start)
+    lines = [
+      json.dumps({"prompt_ids": list(map(int, p)), "ids": list(map(int, a))})
+      for p, a in zip(chosen, answers, strict=True)
+    ]
+    self._folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    """Returns the next batch: rows of the data, then the draft's."""
+    assert self._own is not None, "before() comes first"
+    own = next(self._own)
+    if self._fixed is None:
+      return own
+    fixed = next(self._fixed)
+    return {k: np.concatenate([fixed[k], own[k]]) for k in own}
+
+  def __iter__(self) -> "OnPolicyBatches":
+    """Returns itself."""
+    return self
+
+  def position(self) -> dict[str, Any]:
+    """Returns where the fixed data stands; the rest follows from the step."""
+    return {} if self._fixed is None else self._fixed.position()
+
+  def restore(self, position: dict[str, Any]) -> None:
+    """Moves to a position that `position` gave."""
+    if self._fixed is not None:
+      self._fixed.restore(position)
