@@ -121,4 +121,5 @@ def build(
     tables=stream.tables,
     host_driven=True,
     greedy_only=True,
+    catches_up=True,
   )

@@ -131,4 +131,5 @@ def build(
     asks_policy=True,
     laws=(IID,),
     tables=stream.tables,
+    catches_up=True,
   )
