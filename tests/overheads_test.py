@@ -18,7 +18,7 @@ from spec_jax.base import DETERMINISTIC, IID
 
 @pytest.mark.parametrize("law", [DETERMINISTIC, IID])
 def test_the_timed_walk_accepts_the_deepest_path(law):
-  """All of the first chain, greedy and sampled; a twin stops at once."""
+  """All of the first chain, greedy and sampled; a twin leaves it at once."""
   overheads = fresh("overheads")
   for parents in overheads.TREES.values():
     tree = trees.from_parents(parents)
@@ -30,7 +30,8 @@ def test_the_timed_walk_accepts_the_deepest_path(law):
       walk = overheads.walk(None, logits, draft, sampling, noise)
       assert int(walk.num_accepted[0]) == tree.depth
       other = overheads.walk(None, -logits, draft, sampling, noise)
-      assert int(other.num_accepted[0]) == 0
+      # The likely token is now the least likely; a sibling may be kept.
+      assert other.path[0, 1] != 1
 
 
 def test_a_piece_times_a_call_and_consumes_nothing():
