@@ -15,6 +15,7 @@ from collections.abc import Callable
 import dataclasses
 import json
 from pathlib import Path
+import re
 from typing import Any
 import warnings
 
@@ -49,6 +50,9 @@ _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
 _CORPUS = flags.DEFINE_string(
   "corpus", "", "An index of a corpus, for drafters that read one."
+)
+_DRAFTERS = flags.DEFINE_string(
+  "drafters", "", "Regular expression: drafters to time."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 31, "Counted repetitions.")
 _SLOTS = flags.DEFINE_integer("slots", 512, "Tokens a row has room for.")
@@ -194,6 +198,8 @@ def drafter_pieces(
   found: dict[tuple[str, str], Piece] = {}
   proposed: dict[str, int] = {}
   for name in drafters.names():
+    if not re.search(_DRAFTERS.value, name):
+      continue
     options = dict(_OPTIONS.get(name, {}))
     if _CORPUS.value and "corpus" in drafters.options(name):
       options["corpus"] = _CORPUS.value
@@ -213,6 +219,7 @@ def drafter_pieces(
     certain = set(drafter.laws) == {DETERMINISTIC}
     if not (drafter.depth and certain) or drafter.host_driven:
       continue
+    show.note(f"preparing {name}")
     for part, piece in pieces_of(engine, work.jobs[0]).items():
       found[name, part] = piece
       found[name, f"{part} call"] = piece.idle()
@@ -307,6 +314,7 @@ def verify_pieces(vocab_size: int) -> dict[tuple[str, str, str], Piece]:
     noise = jax.tree.map(
       lambda x: x + 0.5, no_noise(1, tree.num_nodes, tree.depth)
     )
+    show.note(f"preparing verification of {shape}")
     for kind, law in (("deterministic", DETERMINISTIC), ("iid", IID)):
       draft, logits = accepted_draft(tree, vocab_size, law)
       for name, settings in SAMPLINGS.items():
@@ -334,7 +342,7 @@ def main() -> None:
     cases["verify", key] = piece
     cases["verify call", key] = piece.idle()
   cases |= {("drafter", key): piece for key, piece in parts.items()}
-  show.note(f"{len(cases)} cases, {_ROUNDS.value} rounds")
+  show.note(f"compiling and timing {len(cases)} cases, {_ROUNDS.value} rounds")
   ms = timing.medians(timing.take_turns(cases, _ROUNDS.value))
   wide = ms["pass", NUM_NODES]
   lines = drafter_lines(

@@ -80,6 +80,7 @@ def test_every_table_drafter_and_walk_is_in_the_file(
     f"--model={model}",
     f"--out={out}",
     "--rounds=1",
+    "--drafters=prompt_lookup|vanilla|none",
   )
   assert ran.code in (0, None), ran.err
   assert "left out: vanilla: drafter 'vanilla' needs a draft" in ran.err
