@@ -158,6 +158,22 @@ def attend(
   return out.reshape(B, T, H * E).astype(query_BTHE.dtype)
 
 
+def after_pass(path_BJ: Array, hidden_BTAD: Array) -> Array:
+  """Returns the path, made to depend on what a pass computed.
+
+  Where the next values of a loop's cache do not depend on the end of the pass
+  that reads the old ones, XLA on CPU copies it: 117 ms against 62 at 2,048
+  slots. An optimisation barrier is gone before copies are placed, so the path
+  looks at one number that no model reaches.
+
+  Args:
+    path_BJ: `[B, J]` int32.
+    hidden_BTAD: `[B, T, A, D]`, `Output.hidden` of that pass.
+  """
+  hidden = hidden_BTAD[:, 0, -1, 0].astype(jnp.float32)
+  return path_BJ + (hidden > 3e38).astype(jnp.int32)[:, None]
+
+
 def commit(cache: Cache, block: Block, path_BJ: Array, num_B: Array) -> Cache:
   """Writes block nodes `path[:, :num]` behind the cache: the only writer.
 

@@ -22,7 +22,7 @@ from spec_jax.base import (
   Stops,
   Tally,
 )
-from spec_jax.cache import commit, empty_block
+from spec_jax.cache import after_pass, commit, empty_block
 
 
 @flax.struct.dataclass
@@ -109,11 +109,8 @@ def make_init(
       )
       piece = Chunk(tokens, positions, num, upto, state.tokens)
       draft = drafter.prefill(params, draft, piece, output)
-      # The path must depend on what the pass computed, else XLA on CPU copies
-      # the cache instead of writing in place.
-      path, _ = lax.optimization_barrier(
-        (jnp.broadcast_to(offsets, (B, chunk)), output.hidden)
-      )
+      path = jnp.broadcast_to(offsets, (B, chunk))
+      path = after_pass(path, output.hidden)
       return commit(cache, output.block, path, num), draft
 
     cache, draft = lax.while_loop(

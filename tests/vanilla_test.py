@@ -165,24 +165,6 @@ def test_caches_of_random_rounds_are_those_of_a_fresh_reading(tree):
           np.testing.assert_allclose(found[at], expected[at], atol=1e-4)
 
 
-def test_a_draft_that_fell_behind_reads_two_tokens_a_step():
-  """A draft's cache emptied at 11 tokens: no drafts for 9 steps, then again."""
-  rig = own_rig(None)
-  prompts = [[4, 1, 2, 6, 3, 1, 9, 8, 7, 1, 2], [5, 6], [1], [2]]
-  before = rig.start(prompts, Settings(max_new_tokens=30))
-  length = before.draft.length.at[0].set(0)
-  state = before.replace(draft=before.draft.replace(length=length))
-  drafted, accepted = [], []
-  while not state.done.all():
-    state, info = rig.step(rig.params, state)
-    drafted.append(int(info.num_drafted[0]))
-    accepted.append(int(info.num_accepted[0]))
-  # Behind by 11, 10, 9, ...: two read and one committed a step. 9 steps.
-  assert drafted[:9] == [0] * 9 and drafted[9] == 3
-  assert accepted == drafted  # The draft is the target.
-  assert fakes.outputs(state) == fakes.outputs(rig.finish(before))
-
-
 def test_a_draft_of_shorter_context_stops_drafting():
   """K8, K16: draft context 16, target 64, 40 tokens; text is plain's."""
   prompts = [[2], [3, 1] * 6, [3] * 16, [4, 5] * 10]

@@ -1,18 +1,13 @@
 """A draft model: another model, the target itself, or its first layers.
 
-Chains and any static tree. The draft keeps a cache and a length of its own.
-A step begins with one pass over the last `C = 2` tokens of the row: after a
-full acceptance the draft has not read the last accepted token, so one token
-is pending besides the root (with `C = 1` it would never be read, and
-acceptance falls). A row with more pending reads `C` of them, has nothing
-acceptable in that step, and so catches up.
+Chains and any static tree. How the draft keeps up with the text is told in
+`draft_model.py`.
 
 Reference: Leviathan et al. 2023; siblings: Miao et al. 2024 (iid), Chen et
 al. 2024 (Sequoia; without replacement).
 """
 
 from collections.abc import Sequence
-import dataclasses
 
 import jax
 from jax import lax
@@ -24,15 +19,19 @@ from spec_jax.base import (
   DETERMINISTIC,
   IID,
   WITHOUT_REPLACEMENT,
-  Array,
   Context,
   Draft,
   Drafter,
   Model,
-  Sampling,
   Tree,
 )
-from spec_jax.cache import commit, empty_block
+from spec_jax.draft_model import (
+  DraftModel,
+  check_temperature,
+  if_wanted,
+  own_temperature,
+  repeat_rows,
+)
 from spec_jax.drafting import CATCH_UP, plan_tree, root_token, static_tree
 from spec_jax.sampling import (
   draw,
@@ -41,7 +40,6 @@ from spec_jax.sampling import (
   law,
   one_hot,
   path_counts,
-  scores,
 )
 
 TAKES_DRAFT = True
@@ -51,18 +49,6 @@ SIBLINGS = {
   "without_replacement": WITHOUT_REPLACEMENT,
   "top_k": DETERMINISTIC,
 }
-
-
-def _fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-  """Cuts or pads the draft's logits to the target's vocabulary.
-
-  Ids that only one of two padded vocabularies has: no mass on them.
-  """
-  extra = vocab_size - logits.shape[-1]
-  if extra <= 0:
-    return logits[..., :vocab_size]
-  widths = [(0, 0)] * (logits.ndim - 1) + [(0, extra)]
-  return jnp.pad(logits, widths, constant_values=-jnp.inf)
 
 
 def build(
@@ -94,16 +80,12 @@ def build(
   Raises:
     ValueError: if there is no draft model or a setting is out of range.
   """
-  if draft is None:
-    raise ValueError("drafter 'vanilla' needs a draft model or draft layers")
+  asks = DraftModel("vanilla", target, draft, slots=slots)
   if siblings not in SIBLINGS:
     raise ValueError(
       f"siblings must be one of {', '.join(SIBLINGS)}, got {siblings!r}"
     )
-  if draft_temperature is not None and not 0 < draft_temperature <= 1e30:
-    raise ValueError(
-      f"draft_temperature must be in (0, 1e30], got {draft_temperature}"
-    )
+  check_temperature(draft_temperature)
   if parents is not None:
     if tree is not None:
       raise ValueError("give tree or parents, not both")
@@ -116,29 +98,23 @@ def build(
     tree = trees.branching(tree)
   if tree.depth < 1:
     raise ValueError("the tree must have a node below its root")
-  draft_slots = min(slots, draft.config.max_length)
-  return _Vanilla(
-    target, draft, tree, SIBLINGS[siblings], draft_temperature, draft_slots
-  ).drafter()
+  return _Vanilla(asks, tree, SIBLINGS[siblings], draft_temperature).drafter()
 
 
 class _Vanilla:
   """The closures of one drafter; holds static choices only, no arrays."""
 
-  def __init__(self, target, draft, tree, siblings, temperature, slots):
-    self.vocab_size = target.config.vocab_size
-    self.draft = draft
-    self.draft_vocab_size = draft.config.vocab_size
+  def __init__(self, asks: DraftModel, tree, siblings, temperature):
+    self.asks = asks
     self.tree = tree
     self.plan = plan_tree(tree)
     self.siblings = siblings
     self.temperature = temperature
-    self.slots = slots
 
   def drafter(self) -> Drafter:
     return Drafter(
-      init=lambda batch: self.draft.init_cache(batch, self.slots),
-      prefill=self.prefill,
+      init=self.asks.init,
+      prefill=self.asks.prefill,
       propose=self.propose,
       update=self.update,
       num_nodes=self.tree.num_nodes,
@@ -148,63 +124,26 @@ class _Vanilla:
       catches_up=True,
     )
 
-  def read(self, params, tokens, positions, cache, block, visible, **kwargs):
-    tokens = jnp.clip(tokens, 0, self.draft_vocab_size - 1)
-    return self.draft.apply(
-      params["draft"], tokens, positions, cache, block, visible, **kwargs
-    )
-
-  def prefill(self, params, cache, chunk, output):
-    del output
-    B, C = chunk.tokens.shape
-    W = chunk.all_tokens.shape[1]
-    offsets = jnp.arange(C)[None]
-    positions = cache.length[:, None] + offsets
-    index = jnp.minimum(positions, W - 1)
-    upto = jnp.minimum(chunk.upto, self.slots)
-    num = jnp.clip(upto - cache.length, 0, C)
-    visible = jnp.tril(jnp.ones((C, C), bool))[None]
-    out = self.read(
-      params,
-      jnp.take_along_axis(chunk.all_tokens, index, 1),
-      positions,
-      cache,
-      empty_block(cache, C),
-      jnp.broadcast_to(visible, (B, C, C)),
-      logits_at=jnp.zeros((B, 0), jnp.int32),
-    )
-    path, _ = lax.optimization_barrier(
-      (jnp.broadcast_to(offsets, (B, C)), out.hidden)
-    )
-    return commit(cache, out.block, path, num)
-
   def propose(self, params, noise, cache, context: Context):
     B = context.length.shape[0]
-    N, K, V = self.tree.num_nodes, self.tree.depth, self.vocab_size
-    length, own = context.length, cache.length
-    asked = jnp.minimum(context.max_depth, K)
-    behind = (own < length - CATCH_UP) & (own + CATCH_UP <= self.slots)
-    ready = (own >= length - CATCH_UP) & (length + asked <= self.slots)
-    max_depth = jnp.where(ready, asked, 0)
-    # A row that must catch up reads though it may not draft in this step.
-    wanted = (asked > 0) & (ready | behind)
+    N, K, V = self.tree.num_nodes, self.tree.depth, self.asks.vocab_size
+    max_depth = self.asks.asked(context, K)
+    wanted = max_depth > 0
+    size = self.plan.block_size
+    reading = self.asks.start(params, cache, context, size, wanted)
     root = root_token(context)
     sampled = context.sampling.temperature is not None
     probs = None
     if sampled and self.siblings != DETERMINISTIC:
       probs = jnp.zeros((B, N, V), jnp.float32)
     tokens = jnp.zeros((B, N), jnp.int32).at[:, :1].set(root)
-    block = empty_block(cache, self.plan.block_size)
-    begin = jnp.minimum(own, length - CATCH_UP)
-    allowed = jnp.broadcast_to((max_depth > 0)[:, None], (B, N))
-    start = (tokens, probs, block, allowed, jnp.int32(0))
-    tokens, probs, block, allowed, num_read = lax.cond(
-      wanted.any(),
+    allowed = jnp.broadcast_to(wanted[:, None], (B, N))
+    tokens, probs, block, allowed, num_read = if_wanted(
+      reading,
       lambda carry: self._grow(
-        params, noise, cache, context, begin, max_depth.max(), carry
+        params, noise, reading, context, max_depth.max(), carry
       ),
-      lambda carry: carry,
-      start,
+      (tokens, probs, reading.block, allowed, jnp.int32(0)),
     )
     row_law = jnp.full((B, N), self.siblings, jnp.int32)
     if sampled:
@@ -222,35 +161,17 @@ class _Vanilla:
       & (shape["depths"] > 0)
       & allowed,
     )
-    carry = (cache, block, begin, ready, wanted.any(), num_read)
-    return draft, carry
+    return draft, (reading._replace(block=block), num_read)
 
-  def _grow(self, params, noise, cache, context, begin, deepest, carry):
+  def _grow(self, params, noise, reading, context, deepest, carry):
     """Reads pending tokens and root, then level after level of the tree.
 
     Ends where no row wants more, by its depth or by the policy's word.
     """
     tokens, probs, block, allowed, _ = carry
-    B = begin.shape[0]
+    B = tokens.shape[0]
     plan, C = self.plan, CATCH_UP
-    size = plan.block_size
-    own = cache.length
-    positions = begin[:, None] + jnp.arange(C)[None]
-    index = jnp.clip(positions, 0, context.tokens.shape[1] - 1)
-    pending = positions >= own[:, None]  # not in the cache yet
-    first = jnp.take_along_axis(context.tokens, index, 1)
-    causal = jnp.tril(jnp.ones((C, C), bool))[None]
-    visible = jnp.zeros((B, C, size), bool)
-    visible = visible.at[:, :, :C].set(causal & pending[:, None, :])
-    out = self.read(
-      params,
-      first,
-      positions,
-      cache,
-      block,
-      visible,
-      logits_at=jnp.full((B, 1), C - 1, jnp.int32),
-    )
+    out = self.asks.read_root(params, reading, context)
     tokens, probs, allowed = self._draw_children(
       out.logits,
       np.zeros(1, np.int32),
@@ -266,12 +187,13 @@ class _Vanilla:
     children = jnp.asarray(plan.children)
     starts = jnp.asarray(plan.start)
     # Which block entries a node sees: pending and root, and its ancestors.
-    sees = np.zeros((self.tree.num_nodes, size), bool)
+    sees = np.zeros((self.tree.num_nodes, plan.block_size), bool)
     node, ancestor = np.nonzero(self.tree.visible)
     inside = plan.block_index[ancestor] >= 0
     sees[node[inside], plan.block_index[ancestor[inside]]] = True
     sees[:, :C] = True
-    shown = jnp.ones((B, size), bool).at[:, :C].set(pending)
+    shown = jnp.ones((B, plan.block_size), bool)
+    shown = shown.at[:, :C].set(self.asks.pending(reading))
 
     depths = jnp.asarray(self.tree.depths)[None]
 
@@ -280,11 +202,11 @@ class _Vanilla:
       nodes = lax.dynamic_index_in_dim(read, d, 0, False)
       safe = jnp.maximum(nodes, 0)
       W = nodes.shape[0]
-      out = self.read(
+      out = self.asks.read(
         params,
         tokens[:, safe],
         jnp.broadcast_to((context.length - 1 + d)[:, None], (B, W)),
-        cache,
+        reading.cache,
         block,
         jnp.asarray(sees)[safe][None] & shown[:, None],
         start=starts[d],
@@ -314,25 +236,22 @@ class _Vanilla:
     """
     tokens, probs, allowed = drawn
     B, W, _ = logits_BWV.shape
-    N, V = self.tree.num_nodes, self.vocab_size
+    N, V = self.tree.num_nodes, self.asks.vocab_size
     nodes_W, children_WR = jnp.asarray(nodes_W), jnp.asarray(children_WR)
-
-    def per_node(x):  # [B, ...] -> [B * W, ...]
-      return jnp.repeat(x, W, 0)
-
-    sampling = jax.tree.map(per_node, context.sampling)
-    counts = jax.tree.map(per_node, context.counts)
+    sampling, counts, repeated = repeat_rows(
+      (context.sampling, context.counts, tokens), W
+    )
     seen = jnp.asarray(self.tree.visible)[jnp.maximum(nodes_W, 0)]
-    counts = path_counts(counts, per_node(tokens), jnp.tile(seen, (B, 1)))
-    logits = _fit_vocabulary(logits_BWV, V).reshape(B * W, V)
-    rest = scores(logits, sampling, counts)
+    counts = path_counts(counts, repeated, jnp.tile(seen, (B, 1)))
+    logits = logits_BWV.reshape(B * W, -1)
+    rest = self.asks.scores(logits, sampling, counts)
     if context.extend is not None:
       sure = context.extend(jax.nn.softmax(rest, -1).reshape(B, W, V))
       sure = sure & allowed[:, jnp.maximum(nodes_W, 0)]
     greedy_only = sampling.temperature is None
     point_only = greedy_only or self.siblings == DETERMINISTIC
     if not point_only:
-      sampling = self._own_temperature(sampling)
+      sampling = own_temperature(sampling, self.temperature)
       q = law(rest, sampling)
       left = q
       where = jnp.where(nodes_W >= 0, nodes_W, N)
@@ -356,37 +275,13 @@ class _Vanilla:
         allowed = allowed.at[:, where].set(sure, mode="drop")
     return tokens, probs, allowed
 
-  def _own_temperature(self, sampling: Sampling) -> Sampling:
-    row = sampling.temperature
-    if self.temperature is None or row is None:
-      return sampling
-    return dataclasses.replace(
-      sampling, temperature=jnp.where(row > 0, self.temperature, row)
-    )
-
   def update(self, params, carry, draft, verdict, output):
     """Commits pending tokens, root and the accepted nodes that were read."""
-    del params, output
-    cache, block, begin, ready, grown, num_read = carry
-    C, K = CATCH_UP, self.tree.depth
-    own = cache.length
-    running = verdict.num_tokens > 0
-    # Tokens read at the start that the cache does not hold yet: pending ones
-    # and the root, or, in a row that catches up, all C.
-    skipped = jnp.clip(own - begin, 0, C)
-    lead = C - skipped
-    j = jnp.arange(C + K)[None]
-    node = jnp.take_along_axis(
-      verdict.path,
-      jnp.clip(j - lead[:, None] + 1, 0, K),
-      1,
-    )
-    where = jnp.asarray(self.plan.block_index)[jnp.maximum(node, 0)]
-    depth = jnp.asarray(self.tree.depths)[jnp.maximum(node, 0)]
-    was_read = (node > 0) & (where >= 0) & (depth < num_read)
-    was_read = was_read & (j >= lead[:, None]) & (j - lead[:, None] < K)
-    num = lead + jnp.where(ready, was_read.sum(1), 0)
-    path = jnp.where(j < lead[:, None], j + skipped[:, None], where)
-    num = jnp.where(running & grown, num, 0)
-    num = jnp.clip(num, 0, jnp.maximum(self.slots - own, 0))
-    return commit(cache, block, path, num)
+    del params, draft, output
+    reading, num_read = carry
+    path = verdict.path[:, 1:]
+    node = jnp.maximum(path, 0)
+    where = jnp.asarray(self.plan.block_index)[node]
+    depth = jnp.asarray(self.tree.depths)[node]
+    where = jnp.where((path >= 0) & (depth < num_read), where, -1)
+    return self.asks.commit(reading, where, verdict.num_tokens > 0)
