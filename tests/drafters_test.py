@@ -16,7 +16,7 @@ import pytest
 from spec_jax import drafters, rows as rows_lib
 from spec_jax.base import DETERMINISTIC, IID, LENGTH, STOP_ID
 from spec_jax.settings import Settings, in_use
-from tests import cases as cases_lib, fakes, laws_test, reference
+from tests import cases as cases_lib, fakes, laws, reference
 
 V, SLOTS, NEW = 13, 64, 24
 CASES = cases_lib.cases()
@@ -356,9 +356,7 @@ def test_warped_logprobs_are_those_of_the_sampling_law():
 
 def test_every_drafter_has_its_joint_law_enumerated():
   """A drafter with a file here has a case in the enumeration."""
-  assert {kind for kind, _ in laws_test.DRAFTERS.values()} == {
-    *drafters.names()
-  }
+  assert {kind for kind, _ in laws.DRAFTERS.values()} == {*drafters.names()}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from experiments.results import environment
 from spec_jax import kernels
-from tests import laws_test
+from tests import laws
 
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
 
@@ -55,29 +55,29 @@ ALONE = ("none", "chain_1", "lookup_1")
 
 
 def main(_):
-  laws_test.DRAFTERS.update(MORE)
+  laws.DRAFTERS.update(MORE)
   lines = [{"environment": environment()}]
   worst = 0.0
-  for model in laws_test.MODELS:
+  for model in laws.MODELS:
     if model == "packed" and kernels.why_not() is not None:
       continue
-    tables = laws_test.DRAFTERS, laws_test.POLICIES, laws_test.VERIFIERS
+    tables = laws.DRAFTERS, laws.POLICIES, laws.VERIFIERS
     for drafter in [name for table in tables for name in table]:
       if model == "packed" and drafter not in PACKED:
         continue
-      under, judge, judge_options = laws_test.VERIFIERS.get(
+      under, judge, judge_options = laws.VERIFIERS.get(
         drafter, (drafter, "token", {})
       )
-      base, policy, policy_options = laws_test.POLICIES.get(
+      base, policy, policy_options = laws.POLICIES.get(
         under, (under, "fixed", {})
       )
-      kind, options = laws_test.DRAFTERS[base]
+      kind, options = laws.DRAFTERS[base]
       batches = [(256, "ragged")]
       if drafter in ALONE and model == "table":
         batches.append((1, "one row"))
       for chunk, batch in batches:
         begin = time.perf_counter()
-        found = laws_test.distances(model, drafter, chunk=chunk)
+        found = laws.distances(model, drafter, chunk=chunk)
         seconds = round(time.perf_counter() - begin, 2)
         worst = max(worst, *found.values())
         line = {
@@ -89,7 +89,7 @@ def main(_):
           "policy": policy,
           "policy_options": policy_options,
           "batch": batch,
-          "tokens": laws_test.NEW,
+          "tokens": laws.NEW,
           "total_variation": found,
           "seconds": seconds,
         }

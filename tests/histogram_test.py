@@ -8,7 +8,7 @@ from scipy import stats
 from spec_jax import drafters, length, step as steps, verify
 from spec_jax.models import table
 from spec_jax.rows import make_init
-from tests.laws_test import request_of
+from tests.laws import request_of
 
 V, ROWS, NEW = 8, 500, 100  # 50,000 tokens
 

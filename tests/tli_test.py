@@ -12,7 +12,7 @@ from spec_jax.drafters import tli
 from spec_jax.models import table
 from spec_jax.settings import Settings, in_use
 from spec_jax.vocabulary_map import VocabularyMap
-from tests import fakes, laws_test, reference, two_vocabularies
+from tests import fakes, laws, reference, two_vocabularies
 from tests.enumeration import midpoints
 
 V, SLOTS, K = 13, 128, 3
@@ -27,12 +27,12 @@ def test_a_draft_that_is_a_transformer_leaves_the_law_as_it_is(monkeypatch):
   """In a chain, with penalties, which look at the target's ids."""
 
   def pair():
-    model, params, next_logits = laws_test.transformer_pair()
+    model, params, next_logits = laws.transformer_pair()
     draft, weights = two_vocabularies.transformer_draft(model.config, 32)
     return model, {**params, "draft": weights}, next_logits, draft
 
-  monkeypatch.setitem(laws_test.MODELS, "two_transformers", pair)
-  found = laws_test.distances("two_transformers", "tli", ["penalties"])
+  monkeypatch.setitem(laws.MODELS, "two_transformers", pair)
+  found = laws.distances("two_transformers", "tli", ["penalties"])
   assert found["penalties"] < 1e-5
 
 
@@ -45,7 +45,7 @@ def _mass_not_given_back(monkeypatch):
 def _draft_ids_as_ours(monkeypatch):
   """The law that is verified is over the draft's ids."""
   real = tli.Draft
-  order = np.maximum(two_vocabularies.WORDS.draft_ids, 0) % laws_test.V
+  order = np.maximum(two_vocabularies.WORDS.draft_ids, 0) % laws.V
 
   def unmapped(**fields):
     return real(**{**fields, "probs": fields["probs"][:, :, order]})
@@ -56,7 +56,7 @@ def _draft_ids_as_ours(monkeypatch):
 @pytest.mark.parametrize("plant", [_mass_not_given_back, _draft_ids_as_ours])
 def test_a_planted_fault_of_the_intersection_is_seen(plant, monkeypatch):
   plant(monkeypatch)
-  assert laws_test.distances("two_tables", "tli", ["t0.7"])["t0.7"] > 1e-3
+  assert laws.distances("two_tables", "tli", ["t0.7"])["t0.7"] > 1e-3
 
 
 def test_acceptance_is_the_overlap_with_the_restricted_law():

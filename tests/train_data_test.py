@@ -252,7 +252,7 @@ def test_hub_data_is_read_by_the_package_if_it_is_there(
   assert _said(read("some/thing:test", limit=1)[0]) == "test"
   with pytest.raises(data.DataError, match="some/thing record 2 has none of"):
     read("some/thing")
-  with pytest.raises(data.DataError, match="OSError: no such split$"):
+  with pytest.raises(data.DataError, match=r"OSError: no such split$"):
     read("some/thing:none")
   monkeypatch.delitem(sys.modules, "datasets")
 

@@ -15,7 +15,7 @@ from spec_jax.rows import make_init
 from spec_jax.step import make_step
 from spec_jax.verify import verify
 from spec_jax.verify_lossy import verify_lenience, verify_typical
-from tests import enumeration, fakes, laws_test, reference
+from tests import enumeration, fakes, laws as laws_lib, reference
 
 V = 5
 
@@ -109,18 +109,18 @@ def outcomes(monkeypatch, judge, options, kind, made, new, settings=("t0.7",)):
   mean of the divergences that were added up.
   """
   monkeypatch.setattr(enumeration, "_merge", lambda *rows: rows)
-  model, params, next_logits = laws_test.table_pair()
-  slots, vocab = laws_test.SLOTS, laws_test.V
+  model, params, next_logits = laws_lib.table_pair()
+  slots, vocab = laws_lib.SLOTS, laws_lib.V
   drafter = drafters.build(kind, model, model, slots=slots, **made)
   rule = verifiers.build(judge, drafter, **options)
   assert rule.lossy
   policy = length.fixed(drafter.depth)
   init, _ = make_init(model, drafter, policy, slots=slots, chunk=4, lossy=True)
   step = make_step(model, drafter, policy, verifier=rule.verify, trace=True)
-  cases = [(p, s) for p in laws_test.PROMPTS for s in settings]
+  cases = [(p, s) for p in laws_lib.PROMPTS for s in settings]
   prompts = [p for p, _ in cases]
-  chosen = [laws_test.SETTINGS[s] for _, s in cases]
-  request = laws_test.request_of(prompts, chosen, new=new)
+  chosen = [laws_lib.SETTINGS[s] for _, s in cases]
+  request = laws_lib.request_of(prompts, chosen, new=new)
   state = jax.jit(init)(params, request)
   state = state.replace(keys=jnp.zeros_like(state.length))
   state = jax.tree.map(np.asarray, state)
