@@ -233,7 +233,8 @@ def cost(
     late = jnp.where(running, state.behind, 0).max()
     extra = (deep[best] + catch_up * late) / plain - 1
     wait = jnp.maximum(probe, extra / budget)
-    asked = jnp.where(pays | (state.idle.max() >= wait), 1 + best, 0)
+    idle = jnp.where(running, state.idle, jnp.iinfo(jnp.int32).max).min()
+    asked = jnp.where(pays | (idle >= wait), 1 + best, 0)
     asked = jnp.broadcast_to(asked, running.shape)
     return jnp.where(state.force >= 0, state.force, asked).astype(jnp.int32)
 
@@ -244,7 +245,7 @@ def cost(
     asked = (outcome.asked > 0) & running
     slow = jnp.where(asked, keep, 1.0)
     paid = outcome.widened
-    probed = paid & (state.idle >= probe)
+    probed = paid & running & (state.idle >= probe)
     tried = jnp.where(paid, outcome.asked, 0)[:, None]
     at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
     return dataclasses.replace(
@@ -254,7 +255,9 @@ def cost(
       asks=state.asks * slow + asked,
       offers=state.offers * slow + drafted,
       widens=state.widens * slow + paid,
-      idle=jnp.where(paid.any(), 0, state.idle + 1),
+      idle=jnp.where(
+        running, jnp.where(paid.any(), 0, state.idle + 1), state.idle
+      ),
       asked_at=state.asked_at + at,
       behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
       num_probes=state.num_probes + probed,

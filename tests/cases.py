@@ -1,4 +1,4 @@
-"""Every drafter of the package with the options it is tested with."""
+"""Every drafter, verifier and policy with the options it is tested with."""
 
 import atexit
 import functools
@@ -8,16 +8,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_jax import corpus, drafters
+from spec_jax import corpus, drafters, length, verifiers
 from spec_jax.base import DETERMINISTIC
 from tests import fakes, two_vocabularies
 
 
 class Case(NamedTuple):
-  """A drafter with options, and how to build it on any target."""
+  """A drafter with options, and how to build it on any target.
+
+  Attributes:
+    name: of the drafter.
+    options: its options; one may be a function of the vocabulary's size.
+    verifier: a verifier's name.
+    policy: a length policy's name.
+  """
 
   name: str
   options: dict
+  verifier: str = "token"
+  policy: str = "fixed"
 
   def build(self, model, draft, slots: int):
     """Builds the drafter for a target and a draft model."""
@@ -29,9 +38,11 @@ class Case(NamedTuple):
 
   @property
   def deterministic(self) -> bool:
-    """Whether no token is drawn at random, in rows that sample too."""
+    """Whether texts are plain decoding's in rows that sample too."""
     model, _ = fakes.tiny()
-    return self.build(model, model, 64).laws == (DETERMINISTIC,)
+    drafter = self.build(model, model, 64)
+    lossy = verifiers.build(self.verifier, drafter).lossy
+    return drafter.laws == (DETERMINISTIC,) and not lossy
 
 
 @functools.cache
@@ -98,10 +109,55 @@ def cases() -> dict[str, Case]:
   for name in drafters.names():
     for label, options in _VARIANTS.get(name, {"": {}}).items():
       found[f"{name}-{label}" if label else name] = Case(name, options)
-  return found
+  return {**found, **_judged(found), **_bounded(found)}
+
+
+def _judged(found: dict[str, Case]) -> dict[str, Case]:
+  """Returns every other verifier on a drafter it takes, on a tree if it can."""
+  model, _ = fakes.tiny()
+  built = {key: case.build(model, model, 64) for key, case in found.items()}
+  is_chain = lambda key: built[key].num_nodes == built[key].depth + 1
+  cases = {}
+  for verifier in [v for v in verifiers.VERIFIERS if v != "token"]:
+    for key in sorted(built, key=is_chain):
+      try:
+        verifiers.build(verifier, built[key])
+      except ValueError:
+        continue
+      if built[key].depth:
+        cases[f"{key}+{verifier}"] = found[key]._replace(verifier=verifier)
+        break
+    else:
+      raise AssertionError(f"no drafter goes with verifier {verifier!r}")
+  return cases
+
+
+def _bounded(found: dict[str, Case]) -> dict[str, Case]:
+  """Returns every other policy: on copies, or on a chain if it asks for laws.
+
+  What a policy has learnt moves where a random draft begins, and so the text
+  of a row, if not its law.
+  """
+  cases = {}
+  for policy in length.POLICIES:
+    asks = length.build(policy, 1).extend is not None
+    key = "vanilla" if asks else "prompt_lookup"
+    if policy != "fixed":
+      cases[f"{key}+{policy}"] = found[key]._replace(policy=policy)
+  return cases
 
 
 def rig_of(case: Case, target, draft, *, slots: int = 64, **kwargs):
   """Builds the rig of a case: `target` and `draft` are (model, params)."""
   drafter = case.build(target[0], draft[0], slots)
-  return fakes.Rig(target, drafter, draft=draft, slots=slots, **kwargs)
+  verifier = verifiers.build(case.verifier, drafter)
+  return fakes.Rig(
+    target,
+    drafter,
+    draft=draft,
+    slots=slots,
+    verifier=verifier.verify,
+    lossy=verifier.lossy,
+    policy=length.build(case.policy, drafter.depth),
+    **kwargs,
+  )

@@ -193,6 +193,8 @@ class Rig:
     options=None,
     stops=None,
     depth=None,
+    policy=None,
+    lossy=False,
   ):
     """Args: `target` and `draft` are (model, params) pairs."""
     self.model, params = target
@@ -208,7 +210,11 @@ class Rig:
     if stops is not None:
       self.params["stops"] = stops
     self.slots, self.use = slots, use
-    policy = length.fixed(drafter.depth if depth is None else depth)
+    if policy is None:
+      policy = length.fixed(drafter.depth if depth is None else depth)
+    if policy.needs_costs:  # A draft pays, a deep one a little less.
+      costs = np.linspace(1.0, 1.2, drafter.depth + 1 + drafter.catches_up)
+      self.params["costs"] = jnp.asarray(costs, jnp.float32)
     init, resume = rows_lib.make_init(
       self.model,
       drafter,
@@ -216,6 +222,7 @@ class Rig:
       slots=slots,
       chunk=chunk,
       logprobs=logprobs is not None,
+      lossy=lossy,
     )
     extra = {} if verifier is None else {"verifier": verifier}
     self.raw_init = init
