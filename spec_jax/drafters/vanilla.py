@@ -157,7 +157,8 @@ class _Vanilla:
       **shape,
       law=row_law,
       probs=probs,
-      acceptable=(shape["depths"] <= max_depth[:, None])
+      # No level beyond those read was drawn, whatever a row asked for.
+      acceptable=(shape["depths"] <= jnp.minimum(max_depth, num_read)[:, None])
       & (shape["depths"] > 0)
       & allowed,
     )
