@@ -268,7 +268,9 @@ def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
     UserError: if it is missing, superfluous, or its vocabulary differs.
   """
   name, draft = config.drafter.name, str(config.drafter.draft)
-  if not drafters.takes_draft(name):
+  with user_errors():
+    takes_draft = drafters.takes_draft(name, drafter_options(config.drafter))
+  if not takes_draft:
     if draft:
       raise UserError(f"drafter {name!r} takes no draft model, got {draft!r}")
     return None

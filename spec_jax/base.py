@@ -452,7 +452,9 @@ class Drafter(NamedTuple):
       target's on that chunk.
     propose: `propose(params, noise, state, context) -> (Draft, carry)`.
     update: `update(params, carry, draft, verdict, output) -> state`; `verdict`
-      is already cut by stops and limits, done rows have `num_tokens` 0.
+      is already cut by stops and limits, done rows have `num_tokens` 0. A part
+      of another drafter may be told of more tokens than its own `K + 1`, see
+      `combining.tell`.
     num_nodes: `N`, root included.
     depth: `K`.
     asks_policy: whether `propose` calls `context.extend`; drafters that copy

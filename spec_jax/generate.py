@@ -143,7 +143,7 @@ def make_engine(
   if not batch_size:
     batch_size = -(-min(_BATCH, max(1, len(jobs))) // data) * data
   if draft is not None and drafter in drafters.names():
-    if not drafters.takes_draft(drafter):
+    if not drafters.takes_draft(drafter, options):
       raise ValueError(f"drafter {drafter!r} takes no draft model")
   any_vocabulary = (
     drafter in drafters.names() and drafters.takes_vocabulary_map(drafter)

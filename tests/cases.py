@@ -77,6 +77,20 @@ def _temporary_folder() -> str:
 # Options by drafter and label; a drafter that is not named here is tested with
 # its defaults. An option may be a function of the vocabulary's size.
 _VARIANTS: dict[str, dict[str, dict]] = {
+  "best_first": {"": {"num_nodes": 8, "depth": 3, "width": 3}},
+  "cascade": {"": {"inner": "prompt_lookup(num_draft=2)", "num_draft": 3}},
+  "first_of": {
+    "": {
+      "first": "prompt_lookup(num_draft=2, min_ngram=2)",
+      "second": "vanilla(num_draft=3)",
+    },
+  },
+  "merge": {
+    "mixed": {
+      "first": "prompt_lookup(num_draft=2)",
+      "second": "vanilla(tree=(2, 1), siblings='without_replacement')",
+    },
+  },
   "lookahead": {
     "": {"pool": 64},
     "wide": {"window": 3, "ngram": 4, "guesses": 2, "pool": 5},

@@ -85,9 +85,10 @@ class Enumerator:
       parent = draft.parents[:, i]
       q = draft.probs[every, parent].astype(np.float64)
       for j in range(1, i):
+        # A sibling that is certain was drawn from nothing.
         gone = (draft.parents[:, j] == parent) & (
-          draft.law[:, i] == WITHOUT_REPLACEMENT
-        )
+          draft.law[:, [i, j]] == WITHOUT_REPLACEMENT
+        ).all(1)
         q[every[gone], draft.tokens[gone, j]] = 0
       total = q.sum(-1, keepdims=True)
       empty = total <= 0

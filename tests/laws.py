@@ -101,6 +101,32 @@ DRAFTERS = {
     "suffix",
     {"num_draft": 2, "num_nodes": 4, "corpus": cases.index_file},
   ),
+  "best_first": ("best_first", {"num_nodes": 5, "depth": 2, "width": 2}),
+  "first_of": (
+    "first_of",
+    {
+      "first": "prompt_lookup(num_draft=2, min_ngram=2)",
+      "second": "vanilla(num_draft=2)",
+    },
+  ),
+  "merge": (
+    "merge",
+    {
+      "first": "prompt_lookup(num_draft=2)",
+      "second": "vanilla(tree=(2, 1), siblings='without_replacement')",
+    },
+  ),
+  "merge_iid": (
+    "merge",
+    {
+      "first": "vanilla(tree=(2,))",
+      "second": "prompt_lookup(num_draft=2)",
+    },
+  ),
+  "cascade": (
+    "cascade",
+    {"inner": "prompt_lookup(num_draft=1)", "num_draft": 2},
+  ),
 }
 # Length policies with options, on a drafter; passes then come in two widths.
 POLICIES = {

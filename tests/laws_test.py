@@ -36,6 +36,9 @@ COVERING = [
   ("transformer", "tree_wor"),
   ("transformer", "lookup"),
   ("transformer", "lookahead"),
+  ("transformer", "best_first"),
+  ("transformer", "merge"),
+  ("transformer", "cascade"),
   ("packed", "tree_wor"),
 ]
 

@@ -2,11 +2,14 @@
 
 A file has `build(target, draft, *, slots, **options) -> Drafter`, whose
 keyword options are the drafter's settings, and `TAKES_DRAFT = True` if it asks
-a draft model. `TAKES_VOCABULARY_MAP = True` says that the draft's tokenizer may
-differ from the target's: `build` is then given a `vocabulary_map`, which is no
-option of the command line.
+a draft model, or a function of its options, `takes_draft(**options) -> bool`.
+`TAKES_VOCABULARY_MAP = True` says that the draft's tokenizer may differ from
+the target's: `build` is then given a `vocabulary_map`, which is no option of
+the command line.
 """
 
+import ast
+from collections.abc import Mapping
 import importlib
 import pkgutil
 from typing import Any
@@ -47,10 +50,59 @@ def option_types() -> dict[str, type]:
   return found
 
 
-def takes_draft(name: str) -> bool:
-  """Tells whether a drafter asks a draft model: its file says so."""
+def takes_draft(name: str, options: Mapping[str, Any] | None = None) -> bool:
+  """Tells whether a drafter asks a draft model: its file says so.
+
+  Args:
+    name: a file of this folder.
+    options: the drafter's options; those that are missing have their defaults.
+
+  Raises:
+    ValueError: if an option that decides is no drafter.
+  """
   module = importlib.import_module(f"{__name__}.{name}")
-  return getattr(module, "TAKES_DRAFT", False)
+  decides = getattr(module, "takes_draft", None)
+  if decides is None:
+    return getattr(module, "TAKES_DRAFT", False)
+  known = options_of(decides)
+  return decides(**{k: v for k, v in (options or {}).items() if k in known})
+
+
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+  """Reads a drafter with options, as they are given to another drafter.
+
+  `"prompt_lookup(num_draft=7, match='first')"` gives
+  `("prompt_lookup", {"num_draft": 7, "match": "first"})`, `"none"` gives
+  `("none", {})`.
+
+  Raises:
+    ValueError: if it is not of this form, or there is no such drafter or
+      option.
+  """
+  wrong = f"a drafter is given as name or name(option=value, ...), got {spec!r}"
+  try:
+    call = ast.parse(spec.strip(), mode="eval").body
+  except SyntaxError as error:
+    raise ValueError(wrong) from error
+  settings: dict[str, Any] = {}
+  if isinstance(call, ast.Call):
+    if call.args:
+      raise ValueError(wrong)
+    for keyword in call.keywords:
+      if keyword.arg is None or keyword.arg in settings:
+        raise ValueError(wrong)
+      try:
+        settings[keyword.arg] = ast.literal_eval(keyword.value)
+      except (ValueError, TypeError) as error:
+        raise ValueError(
+          f"option {keyword.arg!r} in {spec!r} must be a number, a text in "
+          f"quotes, True, False, None or a tuple of those"
+        ) from error
+    call = call.func
+  if not isinstance(call, ast.Name):
+    raise ValueError(wrong)
+  check_known(f"drafter {call.id!r}", settings, options(call.id))
+  return call.id, settings
 
 
 def takes_vocabulary_map(name: str) -> bool:

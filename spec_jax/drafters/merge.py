@@ -1,0 +1,166 @@
+"""Two drafters at once: one tree that holds what both propose.
+
+Where both propose the same token after the same text, and both are certain of
+it, they share the node, so that either continuation can be followed.
+"""
+
+from jax import lax
+import jax.numpy as jnp
+
+from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
+from spec_jax.combining import (
+  any_takes_draft,
+  ask,
+  build_part,
+  combined,
+  laws_of,
+  tell,
+)
+
+
+def takes_draft(
+  *, first: str = "prompt_lookup", second: str = "vanilla"
+) -> bool:
+  """Tells whether one of the two asks a draft model."""
+  return any_takes_draft(first, second)
+
+
+def build(
+  target: Model,
+  draft: Model | None,
+  *,
+  slots: int,
+  first: str = "prompt_lookup",
+  second: str = "vanilla",
+) -> Drafter:
+  """Builds one tree of two drafters.
+
+  Siblings of the first are offered before those of the second. At most one of
+  the two may draw at random: a node holds one law for the children that are
+  drawn from one. A child that is certain is a point mass whatever that law is,
+  and one drawn at random is drawn without a look at what is certain, so a
+  node may have children of both kinds.
+
+  Args:
+    target: the target model.
+    draft: the draft model, for whichever asks one.
+    slots: `S`, tokens a row may hold.
+    first: a drafter with options, e.g. `prompt_lookup(num_draft=7)`.
+    second: another.
+
+  Raises:
+    ValueError: if one of them is no drafter or cannot be built, or both draw
+      at random.
+  """
+  parts = {
+    "first": build_part("first", first, target, draft, slots=slots),
+    "second": build_part("second", second, target, draft, slots=slots),
+  }
+  if all(d.laws != (DETERMINISTIC,) for d in parts.values()):
+    raise ValueError(
+      f"only one of two merged drafters may draw at random, got {first!r} and "
+      f"{second!r}: give one of them siblings='top_k'"
+    )
+  N1, N2 = (d.num_nodes for d in parts.values())
+  N, K = N1 + N2 - 1, max(d.depth for d in parts.values())
+
+  def propose(params, noise, state, context: Context):
+    one, one_carry = ask(parts, "first", params, noise, state, context)
+    two, two_carry = ask(
+      parts, "second", params, noise, state, context, first_node=N1
+    )
+    places = share(one, two)
+    return side_by_side(one, two, places), (
+      places,
+      (one, one_carry),
+      (two, two_carry),
+    )
+
+  def update(params, carry, draft, verdict, output):
+    places, *proposed = carry
+    same = jnp.broadcast_to(jnp.arange(N1)[None], (places.shape[0], N1))
+    return {
+      name: tell(
+        parts, name, params, own_carry, own, where, draft, verdict, output
+      )
+      for name, where, (own, own_carry) in zip(
+        parts, (same, places), proposed, strict=True
+      )
+    }
+
+  return combined(
+    parts, propose, update, num_nodes=N, depth=K, laws=laws_of(parts)
+  )
+
+
+def share(one: Draft, two: Draft) -> Array:
+  """Returns where the second's nodes lie in the tree of both, `[B, N2]`.
+
+  Node `j` lies at `N1 - 1 + j`, behind all of the first's, unless the first
+  has a node of that token after the same text and both are certain. Chains
+  `[root, 5, 6]` and `[root, 5, 7]`: places 0, 1, 4; place 3 stays empty and 7
+  hangs below the first's 5.
+  """
+  B, N1 = one.tokens.shape
+  N2 = two.tokens.shape[1]
+  able = one.acceptable & (one.law == DETERMINISTIC)
+  able = able & (jnp.arange(N1) > 0)[None]
+
+  def place(j, places):
+    above = jnp.take_along_axis(places, two.parents[:, j][:, None], 1)
+    same = able & (one.parents == above)
+    same = same & (one.tokens == two.tokens[:, j][:, None])
+    certain = two.acceptable[:, j] & (two.law[:, j] == DETERMINISTIC)
+    shared = same.any(1) & certain
+    return places.at[:, j].set(
+      jnp.where(shared, jnp.argmax(same, 1), N1 - 1 + j)
+    )
+
+  return lax.fori_loop(1, N2, place, jnp.zeros((B, N2), jnp.int32))
+
+
+def side_by_side(one: Draft, two: Draft, places_BN: Array) -> Draft:
+  """Returns the tree of both; a place whose node is shared stays refused."""
+  B, N1 = one.tokens.shape
+  N2 = two.tokens.shape[1]
+  own = N1 - 1 + jnp.arange(1, N2)[None]
+  mine = places_BN[:, 1:] == own
+  below = jnp.take_along_axis(places_BN, two.parents[:, 1:], 1)
+  # What a node of the second sees, itself apart, moved to its place.
+  nodes = jnp.arange(N1 + N2 - 1)[None, None]
+  moved = places_BN[:, :, None] == nodes
+  others = two.visible & ~jnp.eye(N2, dtype=bool)[None]
+  sees = (others[:, 1:, :, None] & moved[:, None]).any(2)
+  sees = sees | (own[:, :, None] == nodes)
+
+  def join(a, b):
+    return jnp.concatenate([a, b[:, 1:]], 1)
+
+  probs = None
+  if one.probs is not None:
+    rest = jnp.zeros((B, N2 - 1, one.probs.shape[2]))
+    probs = jnp.concatenate([one.probs, rest], 1)
+  elif two.probs is not None:
+    rest = jnp.zeros((B, N1 - 1, two.probs.shape[2]))
+    probs = jnp.concatenate([two.probs[:, :1], rest, two.probs[:, 1:]], 1)
+  read = None
+  if one.read is not None or two.read is not None:
+    none = jnp.zeros((B, 1), bool)
+    read = join(
+      none & one.acceptable if one.read is None else one.read,
+      none & two.acceptable if two.read is None else two.read,
+    )
+  return Draft(
+    tokens=join(one.tokens, two.tokens),
+    parents=jnp.concatenate([one.parents, below], 1),
+    depths=join(one.depths, two.depths),
+    visible=jnp.concatenate(
+      [jnp.pad(one.visible, ((0, 0), (0, 0), (0, N2 - 1))), sees], 1
+    ),
+    law=join(one.law, two.law),
+    probs=probs,
+    acceptable=jnp.concatenate(
+      [one.acceptable, two.acceptable[:, 1:] & mine], 1
+    ),
+    read=read,
+  )
