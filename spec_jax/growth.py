@@ -16,6 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from spec_jax.base import Array, PyTree
+from spec_jax.sampling import largest
 
 
 @flax.struct.dataclass
@@ -98,9 +99,10 @@ def best_first(
     """Returns the `W * W` children of a level: tokens and values."""
     n = value_BW.shape[1]
     flat = log_law.reshape(B * n, -1)
-    best, token = lax.top_k(flat, W)
+    token = largest(flat, W)
+    best = jnp.take_along_axis(flat, token, 1)
     best = jnp.minimum(best, 0).reshape(B, n, W) + value_BW[:, :, None]
-    return token.reshape(B, n * W).astype(jnp.int32), best.reshape(B, n * W)
+    return token.reshape(B, n * W), best.reshape(B, n * W)
 
   # Candidates by level, `W * W` places each; the root has `W` children.
   tokens, value = children(root_BV[:, None], jnp.zeros((B, 1)))
