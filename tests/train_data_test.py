@@ -283,6 +283,8 @@ def test_a_position_is_json_and_goes_on_where_it_was():
   b = data.Batches(_rows(), 3, seed=1)
   b.restore(kept)
   assert [next(b)["tokens"].tolist() for _ in range(4)] == expected
+  with pytest.raises(data.DataError, match="the data has changed"):
+    data.Batches(_rows(6), 3, seed=1).restore(kept)
 
 
 def test_data_without_an_answer_is_refused():

@@ -21,6 +21,7 @@ class RunFolder:
 
   Attributes:
     path: of the folder.
+    identity: of the run, as JSON gives it back.
   """
 
   def __init__(self, path: str | os.PathLike, identity: Mapping[str, Any]):
@@ -35,6 +36,8 @@ class RunFolder:
         it holds another run.
     """
     self.path = Path(path).expanduser().resolve()
+    self.identity = json.loads(json.dumps(identity))
+    self._file = self.path / "config.json"
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       with tempfile.TemporaryFile(dir=self.path):
@@ -44,28 +47,30 @@ class RunFolder:
       raise UserError(f"cannot write {path}: {error.strerror}") from error
     try:
       lock_file(self._lock, self.path)
-      self._check(identity)
+      self._check()
     except UserError:
       self._lock.close()
       raise
 
-  def _check(self, identity: Mapping[str, Any]) -> None:
-    file = self.path / "config.json"
-    identity = json.loads(json.dumps(identity))
-    if not file.exists():
-      temporary = self.path / "config.json.tmp"
-      temporary.write_text(json.dumps(identity, indent=2) + "\n")
-      os.replace(temporary, file)
+  def _check(self) -> None:
+    if not self._file.exists():
       return
     try:
-      theirs = json.loads(file.read_text())
-    except ValueError as error:
-      raise UserError(f"{file} is damaged; give another --out") from error
-    for name, old, new in _differences(theirs, identity):
+      theirs = json.loads(self._file.read_text())
+    except (OSError, ValueError) as error:
+      raise UserError(f"{self._file} is damaged; give another --out") from error
+    for name, old, new in _differences(theirs, self.identity):
       raise UserError(
         f"{self.path} holds a run with {name} = {old!r}, not {new!r}; give "
         "another --out or move it away"
       )
+
+  def begin(self) -> None:
+    """Makes the folder this run's: all that could be wrong was checked."""
+    if not self._file.exists():
+      temporary = self._file.with_name("config.json.tmp")
+      temporary.write_text(json.dumps(self.identity, indent=2) + "\n")
+      os.replace(temporary, self._file)
 
   def close(self) -> None:
     """Lets another run have the folder."""

@@ -15,6 +15,7 @@ What is read:
 """
 
 from collections.abc import Iterator, Sequence
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -72,10 +73,10 @@ def read_examples(
   for source in sources:
     before = len(found)
     for example in _read(source, reader, length):
-      if limit and len(found) >= limit:
-        break
       found.append(example)
-    if len(found) == before and not (limit and before >= limit):
+      if len(found) == limit:
+        return found
+    if len(found) == before:
       raise DataError(f"{source} holds no example")
   return found
 
@@ -223,6 +224,10 @@ class Batches:
       raise DataError("the data holds no answer token to learn from")
     self.rows = rows
     self.epoch = max(1, len(rows) // batch_size)
+    content = hashlib.sha256()
+    for row in rows:
+      content.update(row["tokens"].tobytes() + row["weights"].tobytes())
+    self._digest = content.hexdigest()
     data = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(_EPOCHS)
     # Rows lie in memory already: threads that read ahead would gain nothing.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -240,12 +245,24 @@ class Batches:
     """Called before each step: nothing here depends on what was learned."""
 
   def position(self) -> dict[str, Any]:
-    """Returns where the iterator stands, as JSON."""
-    return self._batches.get_state()
+    """Returns where the iterator stands, and in which data, as JSON."""
+    return {**self._batches.get_state(), "digest": self._digest}
 
   def restore(self, position: dict[str, Any]) -> None:
-    """Moves to a position that `position` gave."""
-    self._batches.set_state(position)
+    """Moves to a position that `position` gave.
+
+    Raises:
+      DataError: if it was in other data.
+    """
+    if position["digest"] != self._digest:
+      raise DataError(
+        "the data has changed since this run began; give another --out"
+      )
+    self.skip_to(position["next_index"])
+
+  def skip_to(self, number: int) -> None:
+    """Moves to a batch by its number, from 0."""
+    self._batches.set_state({"next_index": number})
 
 
 def hold_out(

@@ -41,13 +41,13 @@ _STOP_AFTER = flags.DEFINE_integer(
 _FREE = {"train": ("log_every", "keep")}
 
 
-def _identity(config: ml_collections.ConfigDict) -> dict[str, Any]:
-  """Returns what a run is: its configuration less where and how it is shown."""
+def _identity(config: ml_collections.ConfigDict, loaded: Any) -> dict[str, Any]:
+  """Returns what a run is: target, configuration; not where it is run."""
   plain = launch.plain_dict(config)
   plain.pop("mesh")
   for part, names in _FREE.items():
     plain[part] = {k: v for k, v in plain[part].items() if k not in names}
-  return plain
+  return {**plain, "target": trained.target_identity(loaded)}
 
 
 def read_data(
@@ -115,7 +115,7 @@ def main() -> int | None:
       f"mesh's {mesh.shape['data']} row devices"
     )
   opened = launch.inspect(config.model, config)
-  folder = RunFolder(_OUT.value, _identity(config))
+  folder = RunFolder(_OUT.value, _identity(config, opened.loaded))
   try:
     return _train(
       config, opened, recipe_file, optimizer, schedule, mesh, folder
@@ -184,12 +184,13 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
     file=sys.stderr,
   )
   info = {
-    "target": trained.target_identity(loaded),
+    "target": folder.identity["target"],
     "recipe": config.recipe,
     "config": launch.plain_dict(config),
     "tokens": tokens,
     "environment": results.environment(),
   }
+  folder.begin()
   checkpoints = Checkpoints(folder.path / "checkpoints", config.train.keep)
   try:
     with launch.user_errors():

@@ -88,7 +88,7 @@ class OnPolicyBatches:
       examples.append(Example(ids[: self._length], answer[: self._length]))
     rows = pack([x for x in examples if x.answer[1:].any()], self._length)
     self._own = Batches(rows, self._batch_size, self._seed + start)
-    self._own.restore({"next_index": done})
+    self._own.skip_to(done)
 
   def _write(self, path: Path, start: int, params: PyTree) -> None:
     first = start // self._refresh * self._each
