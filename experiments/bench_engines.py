@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from experiments import show
 import spec_jax
 from spec_jax import metrics, rows
-from spec_jax.base import DETERMINISTIC, SpecState
+from spec_jax.base import SpecState
 from spec_jax.engine import Engine, Finished
 from spec_jax.generate import make_engine
 from spec_jax.requests import slots_for
@@ -71,16 +71,16 @@ class Bench:
       list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
     return self._engines[case, slots]
 
-  def slots(self, number: int) -> int:
-    """Returns the size of the cache that a prompt needs."""
-    job = self.work.jobs[number]
-    wanted = len(job.ids) + job.settings.max_new_tokens
+  def slots(self, numbers: Sequence[int]) -> int:
+    """Returns the size of the cache that a subtask's prompts need."""
+    jobs = [self.work.jobs[n] for n in numbers]
+    wanted = max(len(j.ids) + j.settings.max_new_tokens for j in jobs)
     fits = [size for size in _SLOTS if size >= wanted]
     context = self.loaded.model.config.max_length
     return min(fits[0] if fits else slots_for(wanted), context)
 
   def decode(
-    self, number: int, cases: Sequence[str], turn: int
+    self, number: int, cases: Sequence[str], turn: int, slots: int
   ) -> Iterator[tuple[str, Finished, metrics.Timing]]:
     """Decodes one prompt by plain decoding and all cases.
 
@@ -88,11 +88,12 @@ class Bench:
       number: of the prompt.
       cases: names.
       turn: which of them begins: nobody shall always come first.
+      slots: of the subtask.
 
     Yields:
       (case, its text and counts, its seconds).
     """
-    slots, job = self.slots(number), self.work.jobs[number]
+    job = self.work.jobs[number]
     engines = {case: self.engine(case, slots) for case in (PLAIN, *cases)}
     plain = engines[PLAIN]
     plain.timing = metrics.Timing()
@@ -114,5 +115,4 @@ class Bench:
     """Tells whether a case's text must be plain decoding's."""
     programs = self.engine(case, slots).programs
     greedy = self.work.jobs[0].settings.temperature == 0
-    certain = set(programs.drafter.laws) == {DETERMINISTIC}
-    return not programs.lossy and (greedy or certain)
+    return programs.same_text(greedy=greedy)

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from experiments import launch, prompts as prompt_files, results, show
 from experiments.launch import UserError
 from spec_jax import hub, kernels, metrics, stops
-from spec_jax.base import DETERMINISTIC
 from spec_jax.generate import Work, make_engine, plan, run
 from spec_jax.pairing import TrainedDraft
 from spec_jax.settings import Settings
@@ -357,7 +356,10 @@ def _generate(config, options, settings: Settings, mesh, texts, out) -> int:
     reports = runner.reports()
     finished = list(out.done.values()) if out else lines
     if finished:
-      show.table(reports, finished, load_s, _expected(config))
+      programs = runner.engines[runner.main].programs
+      greedy = config.sampling.temperature == 0
+      must_agree = programs.same_text(greedy=greedy)
+      show.table(reports, finished, load_s, must_agree)
     if out:
       summary = {"load_s": load_s, "reports": reports}
       out.write_manifest({**manifest, **summary})
@@ -390,15 +392,6 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
     "tokenizer_sha256": runner.target.hashes.get("tokenizer"),
     "environment": results.environment(),
   }
-
-
-def _expected(config) -> bool:
-  """Tells whether speculative text must equal plain text."""
-  from spec_jax.drafters import vanilla
-
-  kind = vanilla.SIBLINGS.get(config.drafter.siblings or "iid")
-  random_draft = config.drafter.name == "vanilla" and kind != DETERMINISTIC
-  return config.sampling.temperature == 0 or not random_draft
 
 
 if __name__ == "__main__":

@@ -217,7 +217,10 @@ def drafter_pieces(
       continue
     drafter: Drafter = engine.programs.drafter
     certain = set(drafter.laws) == {DETERMINISTIC}
-    if not (drafter.depth and certain) or drafter.host_driven:
+    if not drafter.depth:
+      continue
+    if not certain or drafter.host_driven:
+      show.note(f"left out: {name}: it draws from a law, or waits for the host")
       continue
     show.note(f"preparing {name}")
     for part, piece in pieces_of(engine, work.jobs[0]).items():

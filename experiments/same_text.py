@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from experiments import launch, prompts as prompt_files, results
 import spec_jax
 from spec_jax import Settings
+from spec_jax.generate import make_engine
+from spec_jax.work import plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
@@ -56,16 +58,18 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
         {"drafter": "vanilla", "draft": 8, "options": options},
       )
     )
+  lookup_and = {"first": "prompt_lookup", "second": "recycling"}
+  inner = {"inner": "prompt_lookup(num_draft=3)"}
+  found += [
+    ("suffix", {"drafter": "suffix", "options": {}}),
+    ("recycling", {"drafter": "recycling", "options": {}}),
+    ("lookahead", {"drafter": "lookahead", "options": {}}),
+    ("first of", {"drafter": "first_of", "options": lookup_and}),
+    ("merge", {"drafter": "merge", "options": lookup_and}),
+    ("cascade", {"drafter": "cascade", "draft": 8, "options": inner}),
+    ("best first", {"drafter": "best_first", "draft": 8, "options": {}}),
+  ]
   return found
-
-
-def deterministic(arguments: dict[str, Any]) -> bool:
-  """Tells whether a case's drafts are certain at every temperature."""
-  options = arguments["options"]
-  return (
-    arguments["drafter"] == "prompt_lookup"
-    or options.get("siblings") == "top_k"
-  )
 
 
 def replay_lookup(
@@ -197,12 +201,14 @@ def main() -> int:
       "transformers",
     )
   chosen = [case for case in cases() if wanted.search(case[0])]
-  if any(deterministic(arguments) for _, arguments in chosen):
-    plain[1.0] = generate(1.0)
   for name, arguments in chosen:
+    work = plan(loaded, prompts[:1], Settings(), 1)
+    programs = make_engine(loaded, work, **arguments).programs
     for temperature in (0.0, 1.0):
-      if temperature and not deterministic(arguments):
+      if not programs.same_text(greedy=temperature == 0):
         continue
+      if temperature not in plain:
+        plain[temperature] = generate(temperature)
       out = generate(temperature, **arguments)
       reference = plain[temperature].ids
       compare(name, temperature, out, reference, "plain")

@@ -10,8 +10,8 @@ prompt is read once for plain decoding and all drafters that keep no state.
 Seconds are those of decoding, compiling apart; `total_` counts reading too.
 
 One line a case, temperature and subtask; a run that was killed goes on, and
-cases that are new are added. What a length policy has learnt stays over the
-prompts, what a drafter has learnt does not. Nothing else should run.
+cases that are new are added. What a length policy and a drafter have learnt
+stays over the prompts, as in any run. Nothing else should run.
 """
 
 from collections.abc import Sequence
@@ -98,9 +98,9 @@ def line_of(
   plain: Sequence[tuple[Finished, metrics.Timing]],
 ) -> dict[str, Any]:
   """Returns what is recorded of a case on a subtask, times and ratios."""
-  engine = bench.engine(case, bench.slots(numbers[-1]))
+  engine = bench.engine(case, bench.slots(numbers))
   counts = metrics.Counts.sum([done.counts for done, _ in ours])
-  agree = bench.must_agree(case, bench.slots(numbers[-1]))
+  agree = bench.must_agree(case, bench.slots(numbers))
   pairs = zip(ours, plain, strict=True)
   same = [done.ids == other.ids for (done, _), (other, _) in pairs]
   raw: dict[str, list[float]] = {}
@@ -108,7 +108,7 @@ def line_of(
     raw[f"{who}tokens"] = [done.counts.emitted for done, _ in runs]
     raw[f"{who}decode_s"] = [spent.decode_s for _, spent in runs]
     raw[f"{who}prefill_s"] = [spent.prefill_s for _, spent in runs]
-  costs = engine.costs
+  costs = engine.costs and engine.costs[: engine.depth + 1]
   return {
     "batch_size": 1,
     **raw,
@@ -140,9 +140,10 @@ def run_subtask(
   """Decodes a subtask's prompts by all cases; returns their lines."""
   found: dict[str, list] = {case: [] for case in (PLAIN, *cases)}
   total = len(numbers) * len(found)
+  slots = bench.slots(numbers)
   with tqdm(total=total, desc=title, unit="run", disable=None) as bar:
     for turn, number in enumerate(numbers):
-      for case, done, spent in bench.decode(number, cases, turn):
+      for case, done, spent in bench.decode(number, cases, turn, slots):
         found[case].append((done, spent))
         bar.update()
       if bar.disable:  # not a terminal
@@ -197,8 +198,16 @@ def _check_arguments(done: dict, cases: dict) -> None:
   Raises:
     UserError: naming the case that has changed.
   """
+  given = {"other_draft": _OTHER.value or None, "corpus": _CORPUS.value or None}
   for (case, _, _), line in done.items():
     wanted = CASES.get(case)
+    for name, value in given.items():
+      if case in cases and f"--{name}" in json.dumps(wanted):
+        if line[name] != value:
+          raise UserError(
+            f"case {case!r} was measured with --{name}={line[name]}, not "
+            f"{value}"
+          )
     if case in cases and line["arguments"] != json.loads(json.dumps(wanted)):
       raise UserError(
         f"case {case!r} was measured with {line['arguments']}, now it is "

@@ -75,8 +75,10 @@ def predict(
     rows: of the batch.
   """
   step = costs[0]
-  for depth, share in shares.items():
-    step += (1 - (1 - share) ** rows) * (costs[depth] - costs[0])
+  total = min(sum(shares.values()), 1.0)
+  if total:  # In one step all rows draft equally deep.
+    extra = sum(s * (costs[d] - costs[0]) for d, s in shares.items()) / total
+    step += (1 - (1 - total) ** rows) * extra
   return emitted_per_step * costs[0] / step
 
 

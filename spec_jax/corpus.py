@@ -296,7 +296,7 @@ def _load(path: str, changed: int, size: int) -> Index:
     raise ValueError(f"cannot read the {name}: {why}") from error
   except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
     raise ValueError(f"{name} is damaged: make it again") from error
-  except AttributeError as error:  # np.load gave one array, not a file of them
+  except (AttributeError, TypeError) as error:  # one array, not a file of them
     raise ValueError(f"{path} is no corpus index") from error
   except ValueError as error:
     if path in str(error):

@@ -146,8 +146,9 @@ class Engine:
     self._costs: list[float] | None = None
     if costs is not None:
       self.set_costs(costs)
-    # What the length policy knows outlives a run.
+    # What the length policy knows outlives a run, and what a drafter keeps.
     self._policy_state: PyTree = None
+    self._draft_state: PyTree = None
     self._compiled_before = self._programs.compiled()
     self.timing = metrics.Timing()
     self.stop_strings: tuple[str, ...] = ()
@@ -335,6 +336,8 @@ class Engine:
     state = self._programs.empty()
     if self._policy_state is not None:
       state = dataclasses.replace(state, policy=self._policy_state)
+    if self._draft_state is not None:
+      state = dataclasses.replace(state, draft=self._draft_state)
     if on_trace is None:  # so that no prompt waits for a compile
       limits = jnp.int32(0), jnp.int32(0)
       self._programs.decode.prepare(self.params, state, *limits)
@@ -397,6 +400,8 @@ class Engine:
           times = (*self.timing.first_token_s, finished.first_token_s)
           self.timing = dataclasses.replace(self.timing, first_token_s=times)
           self._policy_state = jax.tree.map(jnp.copy, state.policy)
+          if self._programs.drafter.keep is not None:
+            self._draft_state = jax.tree.map(jnp.copy, state.draft)
           yield finished
 
   def _collect(self, state, row, index, keep_state) -> Finished:

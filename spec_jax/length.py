@@ -344,7 +344,9 @@ def report(
 
   Returns:
     For "cost": steps by the depth drafted, probes, the chance of acceptance
-    by depth as last estimated, the costs, and in `alarm` one line if drafting
+    by depth as last estimated, the costs as they can be given again, those of a
+    step by depth relative to no draft, those of a token of catching up, and in
+    `alarm` one line if drafting
     was off in most steps, saying why, else None.
   """
   if name != "cost" or costs is None:
@@ -374,7 +376,8 @@ def report(
   return {
     "name": name,
     "costs_s": list(costs),
-    "relative_costs": [x / costs[0] for x in costs],
+    "catch_up_s": costs[depth + 1] if len(costs) > depth + 1 else None,
+    "relative_costs": [x / costs[0] for x in costs[: depth + 1]],
     "steps_at_depth": taken.tolist(),
     "num_probes": int(np.asarray(state.num_probes).sum()),
     "accept_cond": rates,

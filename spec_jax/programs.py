@@ -17,7 +17,13 @@ from spec_jax import (
   step as steps,
   verifiers,
 )
-from spec_jax.base import Drafter, LengthPolicy, Model, PyTree
+from spec_jax.base import (
+  DETERMINISTIC,
+  Drafter,
+  LengthPolicy,
+  Model,
+  PyTree,
+)
 from spec_jax.requests import make_request
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
@@ -141,6 +147,15 @@ class Programs(NamedTuple):
   decode: Program
   trace: Program | None
   widths: tuple[int, ...]
+
+  def same_text(self, *, greedy: bool) -> bool:
+    """Tells whether texts equal plain decoding's with the same seed.
+
+    Not where a rule is lossy or a sampled row's draft is drawn at random: the
+    law is then the same, the text is not.
+    """
+    certain = set(self.drafter.laws) == {DETERMINISTIC}
+    return not self.lossy and (greedy or certain)
 
   def compiled(self) -> tuple[float, int]:
     """Returns (seconds, number) of compiles so far."""

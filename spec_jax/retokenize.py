@@ -166,7 +166,7 @@ class Retokenizer:
 
     Args:
       tails: `[B, n]` int32 committed target tokens, -1 before the text.
-      said: `[B, K]` int32 draft tokens.
+      said: `[B, K]` int32 draft tokens, -1 = none.
       wanted: `[B]` bool.
 
     Returns:
@@ -176,6 +176,7 @@ class Retokenizer:
     out = np.full(said.shape, -1, np.int32)
     for row in np.flatnonzero(wanted):
       tail = tails[row][tails[row] >= 0].tolist()
-      ids = self.ids(tail, said[row].tolist())[: said.shape[1]]
+      words = said[row][said[row] >= 0].tolist()
+      ids = self.ids(tail, words)[: said.shape[1]]
       out[row, : len(ids)] = ids
     return out

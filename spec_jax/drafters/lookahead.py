@@ -87,7 +87,7 @@ class Layout(NamedTuple):
 
 
 def layout(window: int, ngram: int, guesses: int) -> Layout:
-  """Lays out a pass: the guesses first, so that a pass may end after them."""
+  """Lays out a pass: the root, the guesses, then the window."""
   W, K, G = window, ngram - 1, guesses
   guess = 1 + np.arange(G * K).reshape(G, K)
   comb = G * K + np.arange(K * W).reshape(K, W)

@@ -97,7 +97,9 @@ def build(
     del noise
     B = context.length.shape[0]
     _, asked, carry = stream.say(params, cache, context, choose, ())
-    tokens = translate(context, carry.said, asked)
+    # The draft may have said less than `K`: the rest is no word of its.
+    spoken = jnp.arange(num_draft)[None] < carry.num_read
+    tokens = translate(context, jnp.where(spoken, carry.said, -1), asked)
     given = jnp.cumprod(tokens >= 0, 1).astype(bool)
     given = given & (jnp.arange(num_draft)[None] < asked[:, None])
     root = root_token(context)
