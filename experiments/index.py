@@ -56,6 +56,9 @@ def find_files(given: Sequence[str], patterns: Sequence[str]) -> list[str]:
     found += files
   if not found:
     raise UserError("give text files, or --text=PATTERN")
+  for file in found:
+    if not Path(file).is_file():
+      raise UserError(f"cannot read {file}: no such file")
   return list(dict.fromkeys(found))
 
 
@@ -110,6 +113,8 @@ def _check_out(path: str) -> None:
   folder = Path(path).parent
   if not folder.is_dir():
     raise UserError(f"{folder} is no folder")
+  if Path(path).is_dir():
+    raise UserError(f"{path} is a folder")
   if Path(path).exists() and not _OVERWRITE.value:
     raise UserError(f"{path} is there already; --overwrite replaces it")
 
@@ -118,6 +123,9 @@ def main(files: Sequence[str]) -> int:
   """Reads, tokenizes, sorts and writes; returns the exit code."""
   start = time.perf_counter()
   _check_out(_OUT.value)
+  for flag in (_MATCH, _SUCCESSORS):
+    if flag.value < 1:
+      raise UserError(f"{flag.name} must be at least 1, got {flag.value}")
   paths = find_files(files, _TEXT.value)
   with launch.user_errors():
     loaded = hub.inspect(_MODEL.value).loaded

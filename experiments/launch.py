@@ -20,6 +20,7 @@ from spec_jax import (
   sharding,
   verifiers,
 )
+from spec_jax.costs import check_costs
 from spec_jax.drafting import check_fit
 from spec_jax.options import check_known
 from spec_jax.pairing import (
@@ -204,7 +205,12 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
   chosen = _set_options(
     policy, ("name", "costs"), "length policy", length.options
   )
-  costs = tuple(float(x) for x in policy.costs) or None
+  try:
+    costs = tuple(float(x) for x in policy.costs) or None
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      f"policy.costs holds seconds, got {policy.costs}"
+    ) from error
   judge = _set_options(
     config.verifier, ("name",), "verifier", verifiers.options
   )
@@ -283,7 +289,8 @@ def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
   if names_layers_file(draft):
     with user_errors():
       return read_layers(draft, target.loaded)
-  parsed = parse_draft(draft)
+  with user_errors():
+    parsed = parse_draft(draft)
   if parsed == "target":
     return parsed
   if not isinstance(parsed, str):
@@ -322,12 +329,17 @@ def check_sizes(
   context = model.config.max_length
   if engine.slots > context:
     raise UserError(f"{engine.slots} slots; the model's context is {context}")
+  chosen = policy_arguments(config)
   with user_errors():
     programs.EngineConfig(
       batch_size=engine.batch_size or 1,
       slots=engine.slots or context,
       chunk=engine.chunk,
       refill_rows=engine.refill_rows,
+      drafter=config.drafter.name,
+      verifier=config.verifier.name,
+      policy=config.policy.name,
+      policy_options=tuple(chosen["policy_options"].items()),
     ).resolved()
     if drafters.takes_vocabulary_map(config.drafter.name):
       words = getattr(draft, "loaded", draft)
@@ -346,7 +358,6 @@ def check_sizes(
       sampled=config.sampling.temperature > 0,
       vocabulary=target.loaded.hashes.get("tokenizer"),
     )
-    chosen = policy_arguments(config)
     if drafter.depth:
       options = chosen["policy_options"]
       policy = length.build(config.policy.name, drafter.depth, **options)
@@ -354,6 +365,8 @@ def check_sizes(
       verifiers.build(
         config.verifier.name, drafter, **chosen["verifier_options"]
       )
+      if chosen["costs"] is not None and policy.needs_costs:
+        check_costs(chosen["costs"], drafter)
 
 
 def rows_of(config: ConfigDict, wanted: int, mesh) -> int:

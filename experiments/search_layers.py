@@ -43,6 +43,7 @@ from spec_jax.generate import generate
 from spec_jax.pairing import resolve_draft
 from spec_jax.sampling import warp
 from spec_jax.settings import in_use, to_arrays
+from spec_jax.work import plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file of the sets tried.")
@@ -259,6 +260,15 @@ def main() -> None:
   settings = Settings(
     temperature=_TEMPERATURE.value, max_new_tokens=_TOKENS.value
   )
+  with launch.user_errors():
+    settings.check(loaded.model.config.vocab_size)
+    work = plan(
+      loaded,
+      prompt_files.with_template(loaded.tokenizer, prompts, "auto", ""),
+      settings,
+      _SEED.value,
+    )
+    prompt_files.check_fits(loaded, work, 0)
   fixed = {
     "command": "experiments.search_layers",
     "model": _MODEL.value,

@@ -294,7 +294,14 @@ def _load(path: str, changed: int, size: int) -> Index:
   except OSError as error:
     why = error.strerror or "it is no .npz file"
     raise ValueError(f"cannot read the {name}: {why}") from error
-  except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+  except (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    KeyError,
+    NotImplementedError,  # of a zip feature that numpy never writes
+    RuntimeError,  # so too: encryption
+  ) as error:
     raise ValueError(f"{name} is damaged: make it again") from error
   except (AttributeError, TypeError) as error:  # one array, not a file of them
     raise ValueError(f"{path} is no corpus index") from error
@@ -324,6 +331,14 @@ def _is_sound(index: Index) -> bool:
   def within(x, low, high):
     return not x.size or bool(x.min() >= low and x.max() < high)
 
+  def rising(x):
+    return bool((np.diff(x) >= 0).all())
+
+  arrays = [getattr(index, key) for key in _ARRAYS]
+  for table in (index.bigram, index.trigram):
+    arrays += [getattr(table, key) for key in _COLUMNS]
+  if any(x.ndim != 1 or x.dtype.kind not in "iu" for x in arrays):
+    return False
   V, T = index.vocab_size, len(index.tokens)
   good = within(index.tokens, -1, V) and within(index.order, 1, T)
   good = good and len(index.order) > 0 and index.tokens[0] == _SEPARATOR
@@ -333,12 +348,16 @@ def _is_sound(index: Index) -> bool:
   good = good and len(index.trigram_first) == V + 1
   good = good and len(index.trigram_second) == C
   good = good and within(index.trigram_first, 0, C + 1)
+  good = good and rising(index.trigram_first)
   for table in (index.bigram, index.trigram):
     n, contexts = len(table.token), len(table.total)
     good = good and len(table.count) == n and len(table.kinds) == contexts
     good = good and len(table.start) == contexts + 1
     good = good and within(table.start, 0, n + 1)
-    good = good and within(table.token, 0, V)
+    good = good and within(table.token, 0, V) and rising(table.start)
+    good = good and bool((table.count > 0).all())
+    used = table.total > 0  # a context that was never seen has no successor
+    good = good and bool((table.kinds[used] > 0).all())
   return bool(good)
 
 

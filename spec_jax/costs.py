@@ -1,5 +1,6 @@
 """What a step costs at each draft depth, measured on this device."""
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.base import Drafter
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
 
@@ -16,6 +18,25 @@ _PROMPT = 48
 _EVERY = 8
 # Tokens a draft model is left behind to measure what catching up costs.
 _BEHIND = 16
+
+
+def num_costs(drafter: Drafter) -> int:
+  """Returns how many costs a drafter's steps have, see `measure_costs`."""
+  return drafter.depth + 1 + drafter.catches_up
+
+
+def check_costs(costs: Sequence[float], drafter: Drafter) -> None:
+  """Checks costs that were given.
+
+  Raises:
+    ValueError: if their number is wrong, or one is not finite and above 0.
+  """
+  values = np.asarray(costs, np.float32)
+  good = values.shape == (num_costs(drafter),)
+  if not (good and np.isfinite(values).all() and (values > 0).all()):
+    raise ValueError(
+      f"{num_costs(drafter)} costs above 0 are needed, got {list(costs)}"
+    )
 
 
 def measure_costs(engine: Any, rounds: int = 5) -> list[float]:

@@ -25,7 +25,7 @@ from spec_jax.base import (
   SpecInfo,
   SpecState,
 )
-from spec_jax.costs import measure_costs
+from spec_jax.costs import check_costs, measure_costs, num_costs
 from spec_jax.programs import (
   EngineConfig,
   Program,
@@ -128,7 +128,9 @@ class Engine:
     )
     self.params: dict[str, PyTree] = {"target": params}
     if self._programs.policy.needs_costs:  # until they are known
-      self.params["costs"] = jnp.ones((self._num_costs,), jnp.float32)
+      self.params["costs"] = jnp.ones(
+        (num_costs(self._programs.drafter),), jnp.float32
+      )
     if draft is not None:
       self.params["draft"] = draft_params
     tables = self._programs.drafter.tables
@@ -159,10 +161,6 @@ class Engine:
     return self._programs.drafter.depth
 
   @property
-  def _num_costs(self) -> int:
-    return self.depth + 1 + self._programs.drafter.catches_up
-
-  @property
   def costs(self) -> list[float] | None:
     """See the argument; None if not needed or not yet measured."""
     return self._costs
@@ -187,10 +185,7 @@ class Engine:
     """
     if not self._programs.policy.needs_costs:
       raise ValueError(f"length policy {self.config.policy!r} takes no costs")
-    if len(costs) != self._num_costs or min(costs) <= 0:
-      raise ValueError(
-        f"{self._num_costs} costs above 0 are needed, got {list(costs)}"
-      )
+    check_costs(costs, self._programs.drafter)
     self._costs = [float(x) for x in costs]
     new = jnp.asarray(self._costs, jnp.float32)
     self.params["costs"] = jax.device_put(new, self.params["costs"].sharding)

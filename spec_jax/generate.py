@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import numbers
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ def make_engine(
     options["parents"] = options.pop("tree").parents
   for key in ("tree", "parents"):
     if options.get(key) is not None:
-      options[key] = tuple(int(i) for i in options[key])
+      options[key] = _whole(key, options[key])
   config = EngineConfig(
     drafter=drafter,
     options=tuple(sorted(options.items())),
@@ -199,6 +200,20 @@ def make_engine(
   )
   machine.stop_strings = work.stop_strings
   return machine
+
+
+def _whole(name: str, values: Any) -> tuple[int, ...]:
+  """Returns integers as a tuple.
+
+  Raises:
+    ValueError: if they are no sequence of integers.
+  """
+  kinds = str | numbers.Number
+  if isinstance(values, kinds) or not all(
+    isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values
+  ):
+    raise ValueError(f"{name} holds integers, got {values!r}")
+  return tuple(map(int, values))
 
 
 def _stream(work: Work, job: Job) -> text.StreamDecoder:

@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
-from spec_jax.options import check_known, options_of, types_of
+from spec_jax.options import (
+  check_known,
+  check_types,
+  options_of,
+  types_of,
+)
 
 
 def fixed(depth: int) -> LengthPolicy:
@@ -329,6 +334,7 @@ def build(name: str, depth: int, **settings) -> LengthPolicy:
     ValueError: for an unknown policy or option, or an option out of range.
   """
   check_known(f"length policy {name!r}", settings, options(name))
+  check_types(f"length policy {name!r}", settings, POLICIES[name])
   return POLICIES[name](depth, **settings)
 
 

@@ -1,9 +1,25 @@
 """Options of things that are chosen by name: found in signatures, checked."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 import inspect
+import numbers
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+# What is accepted for a type; a sequence may be anything that is no text.
+_TAKEN: dict[type, Any] = {
+  bool: bool,
+  int: numbers.Integral,
+  float: numbers.Real,
+  str: str,
+}
+_NAMES = {
+  bool: "True or False",
+  int: "an integer",
+  float: "a number",
+  str: "a text",
+  tuple: "a sequence",
+}
 
 
 def options_of(function: Callable, leave_out: Collection[str] = ()) -> dict:
@@ -35,6 +51,35 @@ def _simple(hint: Any) -> type:
   if hint in (bool, int, float, str):
     return hint
   return tuple
+
+
+def check_types(
+  kind: str, given: Mapping[str, Any], function: Callable
+) -> None:
+  """Checks the types of options against a function's annotations.
+
+  Args:
+    kind: what they are given to, for example "drafter 'vanilla'".
+    given: options by name, all of which it has.
+    function: whose keyword-only parameters they are; None is allowed where it
+      is the default.
+
+  Raises:
+    ValueError: naming the first that is of another type.
+  """
+  defaults, wanted = options_of(function), types_of(function)
+  for name, value in given.items():
+    if value is None and defaults[name] is None:
+      continue
+    kinds = _TAKEN.get(wanted[name])
+    truth = isinstance(value, bool) and wanted[name] is not bool
+    if kinds is None:
+      wrong = isinstance(value, str | bool | numbers.Number)
+    else:
+      wrong = truth or not isinstance(value, kinds)
+    if wrong:
+      what = _NAMES[wanted[name]]
+      raise ValueError(f"{name} of {kind} must be {what}, got {value!r}")
 
 
 def check_known(kind: str, given: Iterable[str], known: dict[str, Any]) -> None:

@@ -159,11 +159,18 @@ def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
   return TrainedDraft(model, card)
 
 
+# No model has so many; a range of them would fill the memory.
+_MAX_LAYER = 9999
+
+
 def parse_draft(text: str) -> str | int | tuple[int, ...]:
   """Returns the draft that a word names, if it is no model's name.
 
   "8" = the first 8 layers; "0-5,24-29" = those 12 layers; anything else
   ("target", a model, a file of layers) is returned as it is.
+
+  Raises:
+    ValueError: if it names a layer that no model has.
   """
   if text.isascii() and text.isdigit():
     return int(text)
@@ -173,6 +180,8 @@ def parse_draft(text: str) -> str | int | tuple[int, ...]:
     ends = [first, last or first]
     if not all(x.isascii() and x.isdigit() for x in ends):
       return text
+    if max(map(int, ends)) > _MAX_LAYER:
+      raise ValueError(f"{text!r} names layers above {_MAX_LAYER}")
     layers += range(int(ends[0]), int(ends[1]) + 1)
   return tuple(layers)
 

@@ -76,7 +76,8 @@ class EngineConfig:
     """Fills in what depends on the device.
 
     Raises:
-      ValueError: if a size is out of range.
+      ValueError: if a size is out of range, or plain decoding is given another
+        verifier or a policy that does not exist.
     """
     for low, names in (
       (1, ("batch_size", "slots", "num_stop_ids")),
@@ -89,6 +90,13 @@ class EngineConfig:
     cpu = jax.default_backend() == "cpu"
     refill = self.refill_rows or (1 if cpu else max(1, self.batch_size // 2))
     plain = self.drafter == "none"  # there is no draft to decide about
+    if plain:
+      if self.verifier != "token":
+        raise ValueError(
+          f"drafter 'none' proposes nothing for verifier {self.verifier!r} to "
+          f"judge"
+        )
+      length.build(self.policy, 1, **dict(self.policy_options))
     return dataclasses.replace(
       self,
       verifier="token" if plain else self.verifier,

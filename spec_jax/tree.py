@@ -6,6 +6,21 @@ import numpy as np
 
 from spec_jax.base import Tree
 
+# Nodes a tree may have: what a row sees is a table of nodes by nodes.
+MAX_NODES = 1024
+
+
+def check_size(num_nodes: int) -> None:
+  """Checks a number of nodes, the root included.
+
+  Raises:
+    ValueError: if a tree may not have so many.
+  """
+  if num_nodes > MAX_NODES:
+    raise ValueError(
+      f"a draft tree has at most {MAX_NODES} nodes, got {num_nodes}"
+    )
+
 
 def from_parents(parents: Sequence[int]) -> Tree:
   """Builds a tree from its parent list.
@@ -18,12 +33,13 @@ def from_parents(parents: Sequence[int]) -> Tree:
   Raises:
     ValueError: if the list is not such a tree.
   """
-  p = np.asarray(parents, np.int32)
-  if p.ndim != 1 or p.size == 0 or p[0] != -1:
+  check_size(len(parents))
+  ids = [int(i) for i in parents]
+  if not ids or ids[0] != -1:
     raise ValueError(f"parents must be a list that starts with -1: {parents}")
-  n = len(p)
-  if n > 1 and not ((p[1:] >= 0) & (p[1:] < np.arange(1, n))).all():
+  if not all(0 <= parent < i for i, parent in enumerate(ids[1:], 1)):
     raise ValueError(f"a parent must come before its child: {parents}")
+  p, n = np.asarray(ids, np.int32), len(ids)
   depths = np.zeros(n, np.int32)
   visible = np.eye(n, dtype=bool)
   for i in range(1, n):
@@ -42,6 +58,7 @@ def chain(depth: int) -> Tree:
   """
   if depth < 0:
     raise ValueError(f"depth must be at least 0, got {depth}")
+  check_size(depth + 1)
   return from_parents(range(-1, depth))
 
 
@@ -57,6 +74,7 @@ def branching(widths: Sequence[int]) -> Tree:
     raise ValueError(f"widths must be at least 1, got {list(widths)}")
   parents, level = [-1], [0]
   for width in widths:
+    check_size(len(parents) + len(level) * width)
     children = [node for node in level for _ in range(width)]
     level = list(range(len(parents), len(parents) + len(children)))
     parents += children
@@ -96,3 +114,17 @@ def ranks(tree: Tree) -> np.ndarray:
   for i in range(1, tree.num_nodes):
     out[i] = (tree.parents[1:i] == tree.parents[i]).sum()
   return out
+
+
+def check_children(tree: Tree, vocab_size: int) -> None:
+  """Checks that no node has more children than there are tokens.
+
+  Raises:
+    ValueError: if one has.
+  """
+  most = 1 + int(ranks(tree).max())
+  if most > vocab_size:
+    raise ValueError(
+      f"a node of the tree has {most} children, but there are {vocab_size} "
+      f"tokens"
+    )

@@ -10,7 +10,12 @@ import math
 from typing import Any, NamedTuple
 
 from spec_jax.base import DETERMINISTIC, IID, Drafter
-from spec_jax.options import check_known, options_of, types_of
+from spec_jax.options import (
+  check_known,
+  check_types,
+  options_of,
+  types_of,
+)
 from spec_jax.verify import verify
 from spec_jax.verify_block import verify_block
 from spec_jax.verify_k_seq import verify_k_seq
@@ -169,4 +174,5 @@ def build(name: str, drafter: Drafter, **settings) -> Verifier:
       a drafter whose drafts it cannot judge.
   """
   check_known(f"verifier {name!r}", settings, options(name))
+  check_types(f"verifier {name!r}", settings, VERIFIERS[name])
   return VERIFIERS[name](drafter, **settings)

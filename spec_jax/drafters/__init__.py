@@ -15,7 +15,12 @@ import pkgutil
 from typing import Any
 
 from spec_jax.base import Drafter, Model
-from spec_jax.options import check_known, options_of, types_of
+from spec_jax.options import (
+  check_known,
+  check_types,
+  options_of,
+  types_of,
+)
 from spec_jax.vocabulary_map import VocabularyMap
 
 # Arguments of `build` that are no options: found out, not chosen.
@@ -134,10 +139,11 @@ def build(
     ValueError: for an unknown drafter or option, an option out of range, or a
       map for a drafter that takes none.
   """
+  module = importlib.import_module(f"{__name__}.{name}")
   check_known(f"drafter {name!r}", settings, options(name))
+  check_types(f"drafter {name!r}", settings, module.build)
   if vocabulary_map is not None:
     if not takes_vocabulary_map(name):
       raise ValueError(f"drafter {name!r} takes no vocabulary map")
     settings["vocabulary_map"] = vocabulary_map
-  module = importlib.import_module(f"{__name__}.{name}")
   return module.build(target, draft, slots=slots, **settings)

@@ -28,12 +28,15 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax import tree as trees
 from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
 from spec_jax.drafting import root_token
 from spec_jax.sampling import first_largest
 
 # Spreads the first guesses over the text: 2^16 over the golden ratio.
 _SPREAD = 40503
+# The pool is compared with every new n-gram in each step.
+_MAX_POOL = 1 << 16
 
 
 @flax.struct.dataclass
@@ -307,6 +310,9 @@ def build(
   ):
     if value < low:
       raise ValueError(f"{name} must be at least {low}, got {value}")
+  trees.check_size((window + guesses) * (ngram - 1))
+  if pool > _MAX_POOL:
+    raise ValueError(f"pool must be at most {_MAX_POOL}, got {pool}")
   W, K, G, P, N = window, ngram - 1, guesses, pool, ngram
   V = target.config.vocab_size
   shape = layout(window, ngram, guesses)

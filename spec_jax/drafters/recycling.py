@@ -134,12 +134,9 @@ def build(
   V, N, K = target.config.vocab_size, shape.num_nodes, shape.depth
   if N < 2:
     raise ValueError("the tree must have a node besides the root, got 1 node")
+  trees.check_children(shape, V)
   ranks = trees.ranks(shape)
   k = 1 + int(ranks.max())
-  if k > V:
-    raise ValueError(
-      f"a node of the tree has {k} children, but there are {V} tokens"
-    )
   levels = [np.flatnonzero(shape.depths == d) for d in range(1, K + 1)]
 
   def init(batch):

@@ -96,6 +96,7 @@ def build(
     tree = trees.chain(num_draft)
   elif not isinstance(tree, Tree):
     tree = trees.branching(tree)
+  trees.check_children(tree, target.config.vocab_size)
   if tree.depth < 1:
     raise ValueError("the tree must have a node below its root")
   return _Vanilla(asks, tree, SIBLINGS[siblings], draft_temperature).drafter()
