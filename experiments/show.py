@@ -58,6 +58,7 @@ def header(config, runner, load_s: float) -> None:
   """Prints what is about to run."""
   engine = runner.engines[runner.main].config
   options = dict(engine.options)
+  options.pop("vocabulary_map", None)  # found out, not chosen
   with_options = ", ".join(f"{k}={v}" for k, v in options.items())
   draft = f" draft={config.drafter.draft}" if config.drafter.draft else ""
   print(

@@ -74,6 +74,45 @@ _MISTAKES = {
     ["--config.verifier.rho=2"],
     "verifier 'token' has no option 'rho'; it has none",
   ),
+  "verifier of nothing": (
+    ["--config.drafter.name=none", "--config.verifier.name=typical"],
+    "drafter 'none' proposes nothing for verifier 'typical' to judge",
+  ),
+  "policy option of nothing": (
+    ["--config.drafter.name=none", "--config.policy.probe=0"],
+    "probe must be at least 1",
+  ),
+  "chain too long": (
+    ["--config.drafter.num_draft=100000"],
+    "a draft tree has at most 1024 nodes, got 100001",
+  ),
+  "window too wide": (
+    ["--config.drafter.name=lookahead", "--config.drafter.window=100000"],
+    "a draft tree has at most 1024 nodes",
+  ),
+  "parent too large": (
+    [
+      "--config.drafter.name=recycling",
+      "--config.drafter.parents=(-1,99999999999)",
+    ],
+    "a parent must come before its child",
+  ),
+  "layers without end": (
+    [VANILLA, "--config.drafter.draft=0-99999999999"],
+    "names layers above 9999",
+  ),
+  "children": (
+    [VANILLA, "--config.drafter.draft=1", "--config.drafter.tree=(301,)"],
+    "a node of the tree has 301 children, but there are 300 tokens",
+  ),
+  "costs": (
+    ["--config.drafter.num_draft=2", "--config.policy.costs=(1.0,1e999,1.0)"],
+    "3 costs above 0 are needed",
+  ),
+  "costs of words": (
+    ["--config.policy.costs=('a',)"],
+    "policy.costs holds seconds",
+  ),
   "verifier": (["--config.verifier.name=x"], "unknown verifier 'x'; there are"),
   "not a number": ([f"{_SAMPLING}top_p=x"], "could not convert string to"),
   "top_p 0": ([f"{_SAMPLING}top_p=0"], "top_p must be in (0, 1], got 0.0"),

@@ -222,6 +222,12 @@ def _flip(path):
   path.write_bytes(data)
 
 
+def _bare(path):
+  """One array under the index's name, not an archive of them."""
+  with open(path, "wb") as file:
+    np.save(file, np.arange(3))
+
+
 _DAMAGE = {
   "missing": (lambda p: p.unlink(), "cannot read .*x.npz: No such file"),
   "folder": (lambda p: (p.unlink(), p.mkdir()), "x.npz: Is a directory"),
@@ -239,6 +245,13 @@ _DAMAGE = {
     lambda p: _changed(p, order=np.array([10**6], np.int32)),
     "x.npz is damaged",
   ),
+  "scalar": (lambda p: _changed(p, tokens=np.int32(3)), "x.npz is damaged"),
+  "words": (lambda p: _changed(p, order=np.array(["a"])), "x.npz is damaged"),
+  "starts": (
+    lambda p: _changed(p, trigram_first=np.array([0, 9, 1, 9, 9, 9])),
+    "x.npz is damaged",
+  ),
+  "array": (_bare, "x.npz is no corpus index"),
   "ids": (
     lambda p: _changed(p, bigram_token=np.full(25, 99, np.int32)),
     "x.npz is damaged",

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import draft_model, rows as rows_lib, step as step_lib
+from spec_jax import (
+  draft_model,
+  draft_stream,
+  rows as rows_lib,
+  step as step_lib,
+)
 from spec_jax.settings import Settings
 from tests import fakes
 
@@ -110,7 +115,14 @@ def loop_copies(function, *args):
 @pytest.mark.skipif(
   jax.default_backend() != "cpu", reason="the copies of XLA on CPU"
 )
-def test_no_loop_copies_a_cache(monkeypatch):
+@pytest.mark.parametrize(
+  ("name", "options", "reader"),
+  [
+    ("vanilla", {"num_draft": 2}, draft_model),
+    ("tli", {"num_draft": 2, "draft_slots": SLOTS}, draft_stream),
+  ],
+)
+def test_no_loop_copies_a_cache(name, options, reader, monkeypatch):
   """D6: neither catching up, nor a step, nor a prompt's reading.
 
   The twin: a path that does not wait for the end of the pass.
@@ -118,9 +130,9 @@ def test_no_loop_copies_a_cache(monkeypatch):
   model, params = fakes.tiny(V, windows=(None, None))
   rig = fakes.Rig(
     (model, params),
-    "vanilla",
+    name,
     draft=(model, params),
-    options={"num_draft": 2},
+    options=options,
     slots=SLOTS,
     use=fakes.GREEDY,
   )
@@ -136,7 +148,7 @@ def test_no_loop_copies_a_cache(monkeypatch):
 
   assert loop_copies(decode, rig.params, state) == 0
   assert loop_copies(init, rig.params, request) == 0
-  monkeypatch.setattr(draft_model, "after_pass", lambda path, hidden: path)
+  monkeypatch.setattr(reader, "after_pass", lambda path, hidden: path)
   assert loop_copies(decode, rig.params, state) > 0
   with mock.patch.object(rows_lib, "after_pass", lambda path, hidden: path):
     assert loop_copies(init, rig.params, request) > 0

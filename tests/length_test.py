@@ -292,6 +292,9 @@ def test_costs_are_measured_and_can_be_given_again():
 def test_costs_that_do_not_fit_are_refused():
   with pytest.raises(ValueError, match="6 costs above 0 are needed"):
     engine("cost", [1.0, 2.0])
+  for wrong in (float("nan"), float("inf"), 0.0, 1e-50):
+    with pytest.raises(ValueError, match="6 costs above 0 are needed"):
+      engine("cost", [1.0, 1.0, 1.0, 1.0, wrong, 1.0])
   with pytest.raises(ValueError, match="'fixed' takes no costs"):
     engine("fixed", [1.0] * 5)
 

@@ -37,6 +37,9 @@ def test_a_prediction_is_what_a_batch_of_rows_pays():
       expected, rel=0.01
     )
   assert sweep.predict(1.0, {}, costs, 8) == 1.0
+  # All rows draft in all steps, half of them deep: never more than that costs.
+  both = sweep.predict(1.0, {1: 0.5, 3: 0.5}, costs, 8)
+  assert both == pytest.approx(1 / 1.6)
   assert sweep.predict(1.0, {1: 1.0}, costs, 1) == pytest.approx(1 / 1.2)
 
 
