@@ -8,8 +8,11 @@ The key-reuse check also counts slicing, joining and selecting (`keys[i:j]`,
 not: write `keys[jnp.array([i])]` to take the same row twice.
 """
 
+import gc
 import os
 from pathlib import Path
+
+import pytest
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
@@ -35,3 +38,15 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_programs():
+  """Frees the compiled programs of a file of tests when it is done.
+
+  Each maps memory: all of them together pass the system's limit of maps, and
+  the process ends.
+  """
+  yield
+  jax.clear_caches()
+  gc.collect()
