@@ -92,25 +92,18 @@ _VARIANTS: dict[str, dict[str, dict]] = {
     },
   },
   "lookahead": {
-    "": {"pool": 64},
-    "wide": {"window": 3, "ngram": 4, "guesses": 2, "pool": 5},
-    "own": {"ngram": 4, "pool": 64, "prompt_as_reference": False},
+    "": {"window": 3, "ngram": 4, "guesses": 2, "pool": 16},
   },
   "ngram": {
-    "bigram": {"order": 2, "num_draft": 2, "corpus": index_file},
-    "trigram": {"corpus": index_file},
+    "": {"num_draft": 2, "corpus": index_file},
   },
-  "recycling": {"": {}, "tree": {"tree": (3, 2), "persistent": False}},
   "suffix": {
-    "": {},
-    "corpus": {"num_draft": 5, "corpus": index_file},
-    "tree": {"num_draft": 3, "num_nodes": 6, "corpus": index_file},
+    "": {"num_draft": 3, "num_nodes": 6, "corpus": index_file},
   },
   "vanilla": {
     "": {},
     "tree_iid": {"tree": (2, 2, 1)},
     "tree_wor": {"tree": (3, 1), "siblings": "without_replacement"},
-    "tree_top_k": {"tree": (2, 1, 1), "siblings": "top_k"},
   },
   "tli": {"mapped": {"vocabulary_map": two_vocabularies.close}},
   "slem": {"mapped": {"vocabulary_map": two_vocabularies.close}},
@@ -156,7 +149,7 @@ def _bounded(found: dict[str, Case]) -> dict[str, Case]:
   for policy in length.POLICIES:
     asks = length.build(policy, 1).extend is not None
     key = "vanilla" if asks else "prompt_lookup"
-    if policy != "fixed":
+    if policy not in ("fixed", "entropy"):  # entropy asks as confidence does
       cases[f"{key}+{policy}"] = found[key]._replace(policy=policy)
   return cases
 

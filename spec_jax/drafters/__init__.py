@@ -139,8 +139,8 @@ def build(
     ValueError: for an unknown drafter or option, an option out of range, or a
       map for a drafter that takes none.
   """
-  module = importlib.import_module(f"{__name__}.{name}")
   check_known(f"drafter {name!r}", settings, options(name))
+  module = importlib.import_module(f"{__name__}.{name}")
   check_types(f"drafter {name!r}", settings, module.build)
   if vocabulary_map is not None:
     if not takes_vocabulary_map(name):
