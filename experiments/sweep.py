@@ -123,21 +123,25 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
     if engine.programs.policy.needs_costs:
       engine.set_costs(costs[engine.depth])
   counts: dict[str, metrics.Counts] = {}
+  emitted: dict[str, int] = {}
   texts: dict[str, dict[int, list[int]]] = {}
 
   def decode(name: str) -> float:
     engine = engines[name]
     engine.timing = metrics.Timing()
     done = list(run(engine, work))
-    counts[name] = metrics.Counts.sum([x.counts for x in done])
+    fresh = metrics.Counts.sum([x.counts for x in done])
+    # Of all rounds, as is what the policy reports.
+    counts[name] = metrics.Counts.sum(
+      [*([counts[name]] if name in counts else []), fresh]
+    )
+    emitted[name] = fresh.emitted
     texts[name] = {x.prompt: x.ids for x in done}
     return engine.timing.decode_s
 
   turns = {name: functools.partial(decode, name) for name in engines}
   seconds = timing.take_turns(turns, _ROUNDS.value)
-  speeds = {
-    name: [counts[name].emitted / s for s in x] for name, x in seconds.items()
-  }
+  speeds = {name: [emitted[name] / s for s in x] for name, x in seconds.items()}
   base = statistics.median(speeds[PLAIN])
   found: dict[str, Any] = {"rows": rows, "plain_tokens_per_s": speeds[PLAIN]}
   for name in chosen():

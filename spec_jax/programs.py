@@ -131,7 +131,8 @@ class Program:
     leaves, structure = jax.tree.flatten((params, args))
 
     def kind(x):
-      place = x.sharding if getattr(x, "committed", False) else None
+      # Whether an array is committed to its place makes no other program.
+      place = getattr(x, "sharding", None)
       return x.shape, x.dtype, getattr(x, "weak_type", False), place
 
     key = (structure, tuple(map(kind, leaves)))

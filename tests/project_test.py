@@ -188,7 +188,7 @@ def test_readme_states_the_test_command():
   assert between[0].count("```") == 2
   assert _bash_lines(between[0]) == [
     "pip install -r requirements-test.txt",
-    "python -m pytest",
+    "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
   ]
 
 

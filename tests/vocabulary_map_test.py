@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from tiny_tokenizer import byte_level_tokenizer, metaspace_tokenizer
 
@@ -13,6 +14,7 @@ from spec_jax.vocabulary_map import (
   map_vocabularies,
   same_ids,
 )
+from tests import two_vocabularies
 
 BYTES, SPACES = byte_level_tokenizer(), metaspace_tokenizer()
 V_BYTES, V_SPACES = 300, 310
@@ -229,3 +231,12 @@ def test_rows_are_cut_and_padded():
   first = [vocab["<0x3C>"], vocab["c"]]
   assert out.tolist() == [first, [-1, -1], [vocab["m"], vocab["m"]]]
   assert re.match("VocabularyMap", repr(map_of("spaces")))
+
+
+def test_words_that_were_not_said_are_not_retokenised():
+  """A draft that was asked for less than K tokens leaves -1 after them."""
+  words = two_vocabularies.letters_map([0, 1, 2], [[0], [1], [2]]).retokenize
+  tails, wanted = np.array([[2], [2]]), np.array([True, True])
+  said = np.array([[1, -1, -1], [1, 0, 0]])
+  found = words.rows(tails, said, wanted)
+  assert found.tolist() == [[1, -1, -1], [1, 0, 0]]
