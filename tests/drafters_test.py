@@ -327,7 +327,7 @@ def test_a_fair_coin_stays_fair_and_a_tie_goes_to_the_first(name):
   assert (np.abs((found[:2000] == 1).sum(0) - 1000) < 112).all()
   assert (found[2000] == 1).all()
   tally = state.tally  # Of siblings one is accepted at most.
-  # A corpus says other things than the coin; of equals slem takes its own first.
+  # A corpus says other things; of equals slem takes its own first.
   if name not in ("ngram", "suffix", "slem"):
     assert (tally.accepted_at[2000] == tally.drafted_at[2000]).all()
 
