@@ -287,7 +287,7 @@ def test_costs_are_measured_and_can_be_given_again():
   # Reading prompts and stepping: once each, measuring and later runs included,
   # if another test has not compiled them already.
   compiled = machine.num_compiles
-  assert compiled in (0, 2) and texts(machine) == first
+  assert compiled <= 2 and texts(machine) == first
   assert machine.num_compiles == compiled
   again = engine("cost", costs)
   assert texts(again) == first and again.costs == costs
