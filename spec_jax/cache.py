@@ -10,14 +10,14 @@ layer needs `window - 1` slots, for the token being read sees itself and
 `window - 1` tokens before it (`window - 2` slots fail).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from spec_jax.base import Array, Block, Cache
+from spec_jax.base import Array, Block, Cache, Output
 
 # Scores of invisible keys. Finite: -inf - -inf is NaN in a row that sees
 # nothing.
@@ -172,6 +172,37 @@ def after_pass(path_BJ: Array, hidden_BTAD: Array) -> Array:
   """
   hidden = hidden_BTAD[:, 0, -1, 0].astype(jnp.float32)
   return path_BJ + (hidden > 3e38).astype(jnp.int32)[:, None]
+
+
+def read_on(
+  read: Callable[..., Output], tokens_BC: Array, cache: Cache, num_B: Array
+) -> tuple[Cache, Output]:
+  """Reads tokens that go on behind a cache, and commits the first of them.
+
+  Args:
+    read: `read(tokens, positions, cache, block, visible, logits_at=...)`, a
+      model's `apply` with its parameters; it is asked for no logits.
+    tokens_BC: the tokens at `cache.length` and after.
+    cache: what is held.
+    num_B: how many of them to commit, `<= C`.
+
+  Returns:
+    (the cache after them, what the model returned).
+  """
+  B, C = tokens_BC.shape
+  offsets = jnp.broadcast_to(jnp.arange(C)[None], (B, C))
+  visible = jnp.tril(jnp.ones((C, C), bool))[None]
+  output = read(
+    tokens_BC,
+    cache.length[:, None] + offsets,
+    cache,
+    empty_block(cache, C),
+    jnp.broadcast_to(visible, (B, C, C)),
+    logits_at=jnp.zeros((B, 0), jnp.int32),
+  )
+  assert output.block is not None
+  path = after_pass(offsets, output.hidden)
+  return commit(cache, output.block, path, num_B), output
 
 
 def commit(cache: Cache, block: Block, path_BJ: Array, num_B: Array) -> Cache:

@@ -10,6 +10,7 @@ that it drafts in the same step.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from spec_jax.base import (
   Output,
   Sampling,
 )
-from spec_jax.cache import after_pass, commit, empty_block
+from spec_jax.cache import commit, empty_block, read_on
 from spec_jax.drafting import CATCH_UP
 from spec_jax.sampling import scores
 
@@ -115,23 +116,11 @@ class DraftModel:
 
   def _read_on(self, params, cache, tokens_BW, num_B, size) -> Cache:
     """Reads and commits the next `num <= size` tokens of each row."""
-    B, W = tokens_BW.shape
-    offsets = jnp.arange(size)[None]
-    positions = cache.length[:, None] + offsets
-    visible = jnp.tril(jnp.ones((size, size), bool))[None]
-    out = self.read(
-      params,
-      jnp.take_along_axis(tokens_BW, jnp.minimum(positions, W - 1), 1),
-      positions,
-      cache,
-      empty_block(cache, size),
-      jnp.broadcast_to(visible, (B, size, size)),
-      logits_at=jnp.zeros((B, 0), jnp.int32),
-    )
-    path = jnp.broadcast_to(offsets, (B, size))
-    path = after_pass(path, out.hidden)
-    assert out.block is not None
-    return commit(cache, out.block, path, num_B)
+    W = tokens_BW.shape[1]
+    index = jnp.minimum(cache.length[:, None] + jnp.arange(size)[None], W - 1)
+    tokens = jnp.take_along_axis(tokens_BW, index, 1)
+    read = functools.partial(self.read, params)
+    return read_on(read, tokens, cache, num_B)[0]
 
   def asked(self, context: Context, depth: int) -> Array:
     """Returns `[B]`, how deep each row may draft; 0 where it has no slots."""

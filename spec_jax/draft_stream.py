@@ -11,6 +11,7 @@ by one, and `update` keeps those of them that the new text says the same way.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from spec_jax.base import Array, Block, Cache, Chunk, Context, Model, Verdict
-from spec_jax.cache import after_pass, commit, empty_block
+from spec_jax.cache import commit, empty_block, read_on
 from spec_jax.vocabulary_map import VocabularyMap, check_sizes, same_ids
 
 # Draft tokens read at the start of a step in one pass: several of them may say
@@ -56,8 +57,9 @@ class DraftStream:
 
   def __init__(
     self,
+    name: str,
     target: Model,
-    draft: Model,
+    draft: Model | None,
     vocabulary_map: VocabularyMap | None,
     *,
     depth: int,
@@ -67,6 +69,7 @@ class DraftStream:
     """Checks the sizes.
 
     Args:
+      name: of the drafter, for messages.
       target: the target.
       draft: the draft model.
       vocabulary_map: of the two, or None if ids mean the same.
@@ -76,8 +79,12 @@ class DraftStream:
         draft's context has so many.
 
     Raises:
-      ValueError: if something is out of range.
+      ValueError: if there is no draft model, or something is out of range.
     """
+    if draft is None:
+      raise ValueError(f"drafter {name!r} needs a draft model")
+    if depth < 1:
+      raise ValueError(f"num_draft must be at least 1, got {depth}")
     sizes = target.config.vocab_size, draft.config.vocab_size
     if vocabulary_map is None:
       vocabulary_map = same_ids(*sizes)
@@ -135,22 +142,10 @@ class DraftStream:
 
   def _read_chunk(self, params, cache, at, length_B, size):
     """Reads the next `size` tokens of the stream into the cache."""
-    B = length_B.shape[0]
-    offsets = jnp.arange(size)[None]
-    positions = cache.length[:, None] + offsets
-    causal = jnp.tril(jnp.ones((size, size), bool))[None]
-    out = self.draft.apply(
-      params["draft"],
-      at(positions),
-      positions,
-      cache,
-      empty_block(cache, size),
-      jnp.broadcast_to(causal, (B, size, size)),
-      logits_at=jnp.zeros((B, 0), jnp.int32),
-    )
-    path = after_pass(jnp.broadcast_to(offsets, (B, size)), out.hidden)
+    tokens = at(cache.length[:, None] + jnp.arange(size)[None])
     num = jnp.clip(length_B - cache.length, 0, size)
-    return commit(cache, out.block, path, num)
+    read = functools.partial(self.draft.apply, params["draft"])
+    return read_on(read, tokens, cache, num)[0]
 
   def prefill(self, params: Any, cache: Cache, chunk: Chunk, output) -> Cache:
     """Reads all of the prompt's stream: see `Drafter`.

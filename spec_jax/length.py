@@ -14,12 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
-from spec_jax.options import (
-  check_known,
-  check_types,
-  options_of,
-  types_of,
-)
+from spec_jax.options import check_options, options_of, types_of
 
 
 def fixed(depth: int) -> LengthPolicy:
@@ -333,8 +328,8 @@ def build(name: str, depth: int, **settings) -> LengthPolicy:
   Raises:
     ValueError: for an unknown policy or option, or an option out of range.
   """
-  check_known(f"length policy {name!r}", settings, options(name))
-  check_types(f"length policy {name!r}", settings, POLICIES[name])
+  options(name)  # refuses a name that there is not
+  check_options(f"length policy {name!r}", settings, POLICIES[name])
   return POLICIES[name](depth, **settings)
 
 

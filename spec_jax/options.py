@@ -53,6 +53,21 @@ def _simple(hint: Any) -> type:
   return tuple
 
 
+def check_options(
+  kind: str,
+  given: Mapping[str, Any],
+  function: Callable,
+  leave_out: Collection[str] = (),
+) -> None:
+  """Checks names and types of options, see `check_known` and `check_types`.
+
+  Raises:
+    ValueError: naming the first that is unknown or of another type.
+  """
+  check_known(kind, given, options_of(function, leave_out))
+  check_types(kind, given, function)
+
+
 def check_types(
   kind: str, given: Mapping[str, Any], function: Callable
 ) -> None:

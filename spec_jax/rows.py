@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,7 +24,7 @@ from spec_jax.base import (
   Stops,
   Tally,
 )
-from spec_jax.cache import after_pass, commit, empty_block
+from spec_jax.cache import read_on
 
 
 @flax.struct.dataclass
@@ -91,27 +93,14 @@ def make_init(
 
     def body(carry):
       cache, draft = carry
-      offsets = jnp.arange(chunk)[None]
-      positions = cache.length[:, None] + offsets
+      positions = cache.length[:, None] + jnp.arange(chunk)[None]
       num = jnp.clip(upto - cache.length, 0, chunk)
       index = jnp.minimum(positions, state.tokens.shape[1] - 1)
       tokens = jnp.take_along_axis(state.tokens, index, 1)
-      B = num.shape[0]
-      visible = jnp.tril(jnp.ones((chunk, chunk), bool))[None]
-      output = model.apply(
-        params["target"],
-        tokens,
-        positions,
-        cache,
-        empty_block(cache, chunk),
-        jnp.broadcast_to(visible, (B, chunk, chunk)),
-        logits_at=jnp.zeros((B, 0), jnp.int32),
-      )
+      read = functools.partial(model.apply, params["target"])
+      cache, output = read_on(read, tokens, cache, num)
       piece = Chunk(tokens, positions, num, upto, state.tokens)
-      draft = drafter.prefill(params, draft, piece, output)
-      path = jnp.broadcast_to(offsets, (B, chunk))
-      path = after_pass(path, output.hidden)
-      return commit(cache, output.block, path, num), draft
+      return cache, drafter.prefill(params, draft, piece, output)
 
     cache, draft = lax.while_loop(
       lambda carry: (carry[0].length < upto).any(),
@@ -189,15 +178,26 @@ def _row_axis(leaf: Array) -> int:
   return 1 if leaf.ndim == 5 else 0
 
 
-def take_rows(state: SpecState, rows: Array) -> SpecState:
-  """Returns the state of the given rows, `[R]`; rows may repeat."""
+def take_rows(state: Any, rows: Array) -> Any:
+  """Returns a state, or a part of one, of the given rows.
+
+  Args:
+    state: a pytree whose leaves lead with `B`, a stacked cache's after `L`.
+    rows: `[R]` int32; rows may repeat.
+  """
   return jax.tree.map(
     lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), state
   )
 
 
 def put_rows(state: SpecState, new: SpecState, rows: Array) -> SpecState:
-  """Overwrites rows `[R]` of a state with `new`'s; rows `>= B` are dropped."""
+  """Overwrites rows of a state.
+
+  Args:
+    state: of `B` rows.
+    new: of `R` rows.
+    rows: `[R]` int32, where `new`'s rows go; those `>= B` are dropped.
+  """
 
   def put(old, value):
     if _row_axis(old) == 1:
@@ -214,23 +214,25 @@ def start_rows(
   keep: Callable | None = None,
   restart: Callable | None = None,
 ) -> SpecState:
-  """Starts other prompts in rows `[R]`: `put_rows`, but the policy's stay.
+  """Starts other prompts in rows: `put_rows`, but the policy's state stays.
 
   What a length policy knows of a row outlives the row's prompts, unless it
-  wants a `restart`, and so does what a drafter wants to `keep`; see
-  `LengthPolicy` and `Drafter`.
+  wants a `restart`, and so does what a drafter wants to `keep`.
+
+  Args:
+    state: of `B` rows.
+    new: of `R` rows that have read their prompts.
+    rows: `[R]` int32, where they go; those `>= B` are dropped.
+    keep: see `Drafter`; None = a drafter's state is new.
+    restart: see `LengthPolicy`; None = a policy's state goes on.
   """
-
-  def taken(tree):
-    return jax.tree.map(
-      lambda x: jnp.take(x, rows, _row_axis(x), mode="clip"), tree
-    )
-
-  old = taken(state.policy)
+  old = take_rows(state.policy, rows)
   new = dataclasses.replace(
     new,
     policy=old if restart is None else restart(old),
-    draft=new.draft if keep is None else keep(taken(state.draft), new.draft),
+    draft=new.draft
+    if keep is None
+    else keep(take_rows(state.draft, rows), new.draft),
   )
   return put_rows(state, new, rows)
 
@@ -243,8 +245,12 @@ def make_refill(
   """Makes `refill(params, state, request, rows_R) -> SpecState`.
 
   Reads `R` new prompts and puts them into the given rows of a running state;
-  an entry `>= B` of `rows` is a row to leave out. `keep` and `restart`: see
-  `start_rows`.
+  an entry `>= B` of `rows` is a row to leave out.
+
+  Args:
+    init: see `make_init`.
+    keep: see `start_rows`.
+    restart: see `start_rows`.
   """
 
   def refill(params, state, request, rows):

@@ -10,12 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from spec_jax.base import DETERMINISTIC, IID, Drafter
-from spec_jax.options import (
-  check_known,
-  check_types,
-  options_of,
-  types_of,
-)
+from spec_jax.options import check_options, options_of, types_of
 from spec_jax.verify import verify
 from spec_jax.verify_block import verify_block
 from spec_jax.verify_k_seq import verify_k_seq
@@ -173,6 +168,6 @@ def build(name: str, drafter: Drafter, **settings) -> Verifier:
     ValueError: for an unknown verifier or option, an option out of range, or
       a drafter whose drafts it cannot judge.
   """
-  check_known(f"verifier {name!r}", settings, options(name))
-  check_types(f"verifier {name!r}", settings, VERIFIERS[name])
+  options(name)  # refuses a name that there is not
+  check_options(f"verifier {name!r}", settings, VERIFIERS[name])
   return VERIFIERS[name](drafter, **settings)

@@ -2,19 +2,13 @@
 
 import functools
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import (
-  draft_model,
-  draft_stream,
-  rows as rows_lib,
-  step as step_lib,
-)
+from spec_jax import cache as cache_lib, step as step_lib
 from spec_jax.settings import Settings
 from tests import fakes
 
@@ -116,13 +110,13 @@ def loop_copies(function, *args):
   jax.default_backend() != "cpu", reason="the copies of XLA on CPU"
 )
 @pytest.mark.parametrize(
-  ("name", "options", "reader"),
+  ("name", "options"),
   [
-    ("vanilla", {"num_draft": 2}, draft_model),
-    ("tli", {"num_draft": 2, "draft_slots": SLOTS}, draft_stream),
+    ("vanilla", {"num_draft": 2}),
+    ("tli", {"num_draft": 2, "draft_slots": SLOTS}),
   ],
 )
-def test_no_loop_copies_a_cache(name, options, reader, monkeypatch):
+def test_no_loop_copies_a_cache(name, options, monkeypatch):
   """D6: neither catching up, nor a step, nor a prompt's reading.
 
   The twin: a path that does not wait for the end of the pass.
@@ -148,7 +142,6 @@ def test_no_loop_copies_a_cache(name, options, reader, monkeypatch):
 
   assert loop_copies(decode, rig.params, state) == 0
   assert loop_copies(init, rig.params, request) == 0
-  monkeypatch.setattr(reader, "after_pass", lambda path, hidden: path)
+  monkeypatch.setattr(cache_lib, "after_pass", lambda path, hidden: path)
   assert loop_copies(decode, rig.params, state) > 0
-  with mock.patch.object(rows_lib, "after_pass", lambda path, hidden: path):
-    assert loop_copies(init, rig.params, request) > 0
+  assert loop_copies(init, rig.params, request) > 0

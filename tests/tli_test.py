@@ -329,7 +329,7 @@ def test_a_stream_is_laid_out_as_its_docstring_says():
     [-1, -1, 2], [[1, 0, 0], [0, 1, 2], [2, 0, 0]], [1, 3, 2]
   )
   stream = draft_stream.DraftStream(
-    model, model, words, depth=1, slots=8, draft_slots=0
+    "tli", model, model, words, depth=1, slots=8, draft_slots=0
   )
   params = {"tables": jax.tree.map(jnp.asarray, stream.tables)}
   length, at = stream.stream(

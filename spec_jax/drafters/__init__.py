@@ -17,7 +17,7 @@ from typing import Any
 from spec_jax.base import Drafter, Model
 from spec_jax.options import (
   check_known,
-  check_types,
+  check_options,
   options_of,
   types_of,
 )
@@ -139,9 +139,9 @@ def build(
     ValueError: for an unknown drafter or option, an option out of range, or a
       map for a drafter that takes none.
   """
-  check_known(f"drafter {name!r}", settings, options(name))
+  options(name)  # refuses a name that there is not
   module = importlib.import_module(f"{__name__}.{name}")
-  check_types(f"drafter {name!r}", settings, module.build)
+  check_options(f"drafter {name!r}", settings, module.build, _FOUND)
   if vocabulary_map is not None:
     if not takes_vocabulary_map(name):
       raise ValueError(f"drafter {name!r} takes no vocabulary map")

@@ -48,11 +48,8 @@ def build(
     ValueError: if there is no draft model, the vocabularies share nothing, or
       a setting is out of range.
   """
-  if draft is None:
-    raise ValueError("drafter 'slem' needs a draft model")
-  if num_draft < 1:
-    raise ValueError(f"num_draft must be at least 1, got {num_draft}")
   stream = DraftStream(
+    "slem",
     target,
     draft,
     vocabulary_map,

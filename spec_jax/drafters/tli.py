@@ -53,11 +53,8 @@ def build(
     ValueError: if there is no draft model, the vocabularies share nothing, or
       a setting is out of range.
   """
-  if draft is None:
-    raise ValueError("drafter 'tli' needs a draft model")
-  if num_draft < 1:
-    raise ValueError(f"num_draft must be at least 1, got {num_draft}")
   stream = DraftStream(
+    "tli",
     target,
     draft,
     vocabulary_map,
