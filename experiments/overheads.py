@@ -9,6 +9,9 @@ of verification over 64 nodes, all of it accepted to the deepest leaf, against
 the target's pass of that width. All cases take turns and medians count; the
 time of a call that does nothing with the same arguments is taken off. Nothing
 else should run.
+
+A drafter that looks at the target's logits (recycling's top-k, lookahead's
+window) has no limit: what it takes is reported.
 """
 
 from collections.abc import Callable
@@ -42,6 +45,7 @@ from spec_jax.cache import empty_block
 from spec_jax.drafting import static_tree
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine
+from spec_jax.nodes import at_node
 from spec_jax.sampling import no_noise, path_counts, warp
 from spec_jax.verify import verify
 from spec_jax.work import plan
@@ -64,6 +68,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
   name: {"first": "prompt_lookup", "second": "recycling"}
   for name in ("first_of", "merge")
 }
+
+# Those that look at the target's logits, here by way of `_OPTIONS` too.
+_READS_LOGITS = ("recycling", "lookahead", *_OPTIONS)
 
 # Shares of a target pass that must not be passed.
 DRAFTER_LIMIT, VERIFY_LIMIT = 0.02, 0.05
@@ -110,23 +117,31 @@ class Piece:
   rest: tuple
 
   def __post_init__(self):
-    self._jitted = jax.jit(self.function, donate_argnums=1)
+    # Arguments that are not looked at are passed too, so that the idle piece
+    # has as many of them.
+    self._jitted = jax.jit(self.function, donate_argnums=1, keep_unused=True)
 
   def __call__(self) -> float:
-    """Returns the seconds of one call; copying is not part of it."""
-    copy = jax.block_until_ready(jax.tree.map(jnp.copy, self.consumed))
+    """Returns the seconds of one call; copying is not part of it.
+
+    Of the second of two: the first brings the call's own data near, which
+    other cases have driven out.
+    """
     with warnings.catch_warnings():
       # What a function only reads cannot be donated.
       warnings.filterwarnings("ignore", message="Some donated buffers")
-      return timing.timed(self._jitted, self.params, copy, *self.rest)
+      for _ in range(2):
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, self.consumed))
+        seconds = timing.timed(self._jitted, self.params, copy, *self.rest)
+    return seconds
 
   def result(self) -> Any:
     """Returns what the function returns, nothing consumed."""
     return jax.jit(self.function)(self.params, self.consumed, *self.rest)
 
   def idle(self) -> "Piece":
-    """Returns the piece of a function that does nothing with the same."""
-    nothing = lambda params, consumed, *rest: jnp.zeros(())
+    """Returns the piece that returns what it consumes, as it was."""
+    nothing = lambda params, consumed, *rest: consumed
     return Piece(nothing, self.params, self.consumed, self.rest)
 
 
@@ -164,10 +179,8 @@ def pieces_of(engine: Engine, job: Any) -> dict[str, Piece]:
       params["target"], draft.tokens, positions, cache, block, draft.visible
     )
 
-    def law_at(nodes):
-      index = nodes[:, None, None]
-      logits = jnp.take_along_axis(output.logits, index, 1)[:, 0]
-      return warp(logits, Sampling(), Counts())
+    def law_at(node):
+      return warp(at_node(output.logits, node), Sampling(), Counts())
 
     return verify(noise, law_at, draft, K), output
 
@@ -246,6 +259,7 @@ def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
       for part in ("propose", "update")
     }
     share = sum(parts.values()) / pass_ms
+    limit = None if name in _READS_LOGITS else DRAFTER_LIMIT
     lines.append(
       {
         "drafter": name,
@@ -253,8 +267,8 @@ def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
         "call_ms": ms[name, "propose call"] + ms[name, "update call"],
         "pass_ms": pass_ms,
         "share": share,
-        "limit": DRAFTER_LIMIT,
-        "met": share <= DRAFTER_LIMIT,
+        "limit": limit,
+        "met": limit is None or share <= limit,
       }
     )
   return lines
@@ -300,11 +314,9 @@ def walk(params, logits, draft: Draft, sampling: Sampling, noise: Noise):
   """Verifies a draft as a step does: a law at each node arrived at."""
   del params
 
-  def law_at(nodes):
-    index = nodes[:, None, None]
-    here = jnp.take_along_axis(logits, index, 1)[:, 0]
-    seen = jnp.take_along_axis(draft.visible, index, 1)[:, 0]
-    return warp(here, sampling, path_counts(Counts(), draft.tokens, seen))
+  def law_at(node):
+    after = path_counts(Counts(), draft.tokens, at_node(draft.visible, node))
+    return warp(at_node(logits, node), sampling, after)
 
   return verify(noise, law_at, draft, noise.plain.shape[1] - 1)
 
@@ -353,10 +365,13 @@ def main() -> None:
   )
   for line in lines:
     line["proposed"] = proposed[line["drafter"]]
+    limit = "no limit"
+    if line["limit"] is not None:
+      limit = f"<= {100 * line['limit']:.0f} %"
     print(
       f"{line['drafter']}: propose {line['propose_ms']:.3f} ms, update "
       f"{line['update_ms']:.3f} ms, {100 * line['share']:.1f} % of a pass "
-      f"(<= {100 * DRAFTER_LIMIT:.0f} %), {line['proposed']} nodes"
+      f"({limit}), {line['proposed']} nodes"
       f"{'' if line['met'] else '  MISSED'}"
     )
   verified = []

@@ -205,7 +205,7 @@ def tell(
   def nodes(x, axis=1):  # The whole's nodes in the part's order.
     shape = [1] * x.ndim
     shape[0 if axis == 1 else axis - 1], shape[axis] = at.shape
-    return jnp.take_along_axis(x, at.reshape(shape), axis)
+    return jnp.take_along_axis(x, at.reshape(shape), axis, mode="clip")
 
   on_path = verdict.path[:, :, None] == places[:, None, :]
   on_path = on_path & there[:, None, :]

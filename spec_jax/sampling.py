@@ -5,6 +5,7 @@ re-implements a piece, so a draft's law and the target's are warped alike.
 """
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -17,8 +18,8 @@ _DRAFT, _ACCEPT, _RESIDUAL, _PLAIN = range(4)
 
 # Block of two-level searches: a vocabulary of 49,152 is 384 blocks.
 _BLOCK = 128
-# Largest entries in which thresholds are sought first, on CPU.
-_NUM_LARGEST = 256
+# Numbers of largest entries in which thresholds are sought first, on CPU.
+_NUM_LARGEST = (32, 256)
 
 
 def scores(
@@ -132,47 +133,46 @@ def _bisect(enough, rows: int) -> Array:
   return lax.bitcast_convert_type(low, jnp.float32)[:, None]
 
 
-def _threshold(probs: Array, enough, enough_of_first, everything) -> Array:
+def _threshold(weights: Array, enough, enough_of_first, everything) -> Array:
   """Returns the largest float t >= 0 for which `enough(t_B1)` holds, `[B, 1]`.
 
-  On CPU the largest entries are looked at first, a tenth of the work; rows
-  that need more of them are bisected. Each row's threshold comes from one of
-  the two whatever the other rows need.
+  On CPU few of the largest entries are looked at first, then more, a tenth of
+  the work; rows that need still more are bisected. Each row's threshold comes
+  from the first of them that finds it, whatever the other rows need.
 
   Args:
-    probs: `[B, V]`.
+    weights: `[B, V]`.
     enough: see `_bisect`; holds for t if and only if it holds for the smallest
       entry that is at least t.
     enough_of_first: of `[B, n]`, the largest entries in falling order,
       `[B, n]` bool, whether so many of them are enough.
     everything: `[B]` bool, rows whose threshold is 0.
   """
-  B, V = probs.shape
+  B, V = weights.shape
   everything = everything[:, None]
 
-  def bisect(probs):
-    del probs
+  def bisect():
     return _bisect(enough, B)
 
-  def look_first(probs):
-    largest = lax.top_k(probs, _NUM_LARGEST)[0]
-    good = enough_of_first(largest)
+  def look(num, otherwise):
+    """Looks at the `num` largest, and otherwise where those do not do."""
+    entries = jnp.take_along_axis(weights, largest(weights, num), -1)
+    good = enough_of_first(entries)
     found = good.any(-1, keepdims=True) | everything
     index = jnp.argmax(good, -1)[:, None]
-    t = jnp.take_along_axis(largest, index, -1)
-    rest = lax.cond(found.all(), lambda: t, lambda: _bisect(enough, B))
-    return jnp.where(found, t, rest)
+    t = jnp.take_along_axis(entries, index, -1)
+    return lax.cond(
+      found.all(), lambda: t, lambda: jnp.where(found, t, otherwise())
+    )
 
-  if V <= _NUM_LARGEST:
-    t = bisect(probs)
-  else:
-    t = lax.platform_dependent(probs, cpu=look_first, default=bisect)
+  def look_first():
+    find = bisect
+    for num in reversed([n for n in _NUM_LARGEST if n < V]):
+      find = functools.partial(look, num, find)
+    return find()
+
+  t = lax.platform_dependent(cpu=look_first, default=bisect)
   return jnp.where(everything, 0.0, t)
-
-
-def _keep(probs: Array, kept: Array) -> Array:
-  probs = jnp.where(kept, probs, 0.0)
-  return probs / probs.sum(-1, keepdims=True)
 
 
 def law(scores_BV: Array, sampling: Sampling) -> Array:
@@ -196,24 +196,24 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
   greedy = is_greedy(sampling)
   temperature = jnp.where(greedy, 1.0, sampling.temperature)
   # The largest score is subtracted before the division: a tiny temperature
-  # would overflow to inf and inf - inf is NaN.
+  # would overflow to inf and inf - inf is NaN. The largest weight is then 1.
   top = jnp.take_along_axis(scores_BV, first[:, None], -1)
-  probs = jnp.exp((scores_BV - top) / temperature[:, None])
-  probs = probs / probs.sum(-1, keepdims=True)
+  weights = jnp.exp((scores_BV - top) / temperature[:, None])
+  # What is kept depends on ratios alone: it is normalised once, at the end.
   if sampling.top_k is not None:
     k, everything = sampling.top_k, greedy | (sampling.top_k <= 0)
-    before_top_k = probs
+    before_top_k = weights
 
     def enough_kept(t):
       return (before_top_k >= t).sum(-1) >= jnp.minimum(k, V)
 
-    def enough_first(largest):
-      return jnp.arange(1, largest.shape[-1] + 1)[None] >= k[:, None]
+    def enough_first(entries):
+      return jnp.arange(1, entries.shape[-1] + 1)[None] >= k[:, None]
 
     t = _threshold(before_top_k, enough_kept, enough_first, everything)
-    probs = _keep(probs, probs >= t)
+    weights = jnp.where(weights >= t, weights, 0.0)
   if sampling.top_p is not None:
-    before_top_p = probs
+    before_top_p = weights
     mass = sampling.top_p * before_top_p.sum(-1)
     # top_p = 1 keeps all, even what rounding would leave out of the sum.
     everything = greedy | (sampling.top_p >= 1)
@@ -221,16 +221,17 @@ def law(scores_BV: Array, sampling: Sampling) -> Array:
     def enough_mass(t):
       return jnp.where(before_top_p >= t, before_top_p, 0).sum(-1) >= mass
 
-    def enough_first_mass(largest):
-      return jnp.cumsum(largest, -1) >= mass[:, None]
+    def enough_first_mass(entries):
+      return jnp.cumsum(entries, -1) >= mass[:, None]
 
     # top_p = 0 is met by nothing: keep the largest.
     t = _threshold(before_top_p, enough_mass, enough_first_mass, everything)
     t = jnp.minimum(t, before_top_p.max(-1, keepdims=True))
-    probs = _keep(probs, probs >= t)
+    weights = jnp.where(weights >= t, weights, 0.0)
   if sampling.min_p is not None:
-    floor = sampling.min_p[:, None] * probs.max(-1, keepdims=True)
-    probs = _keep(probs, probs >= floor)
+    floor = sampling.min_p[:, None] * weights.max(-1, keepdims=True)
+    weights = jnp.where(weights >= floor, weights, 0.0)
+  probs = weights / weights.sum(-1, keepdims=True)
   return jnp.where(greedy[:, None], point, probs)
 
 

@@ -37,6 +37,7 @@ from spec_jax.base import (
   Verdict,
 )
 from spec_jax.cache import commit, empty_block
+from spec_jax.nodes import at_node
 from spec_jax.sampling import (
   add_counts,
   draw_noise,
@@ -129,14 +130,13 @@ def make_step(
     )
 
     # Accept, and resample.
-    def logits_at(nodes):
-      index = nodes[:, None, None]
-      return pin_law(jnp.take_along_axis(output.logits, index, 1)[:, 0])
+    def logits_at(node):
+      return pin_law(at_node(output.logits, node))
 
-    def law_at(nodes):
-      seen = jnp.take_along_axis(draft.visible, nodes[:, None, None], 1)[:, 0]
+    def law_at(node):
+      seen = at_node(draft.visible, node)
       after = path_counts(counts, draft.tokens, seen)
-      return warp(logits_at(nodes), state.sampling, after)
+      return warp(logits_at(node), state.sampling, after)
 
     assert output.block is not None
     verdict = pin_rows(verifier(noise, law_at, draft, K))
@@ -153,8 +153,8 @@ def make_step(
     put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop"))
     new_logprobs = state.logprobs
     if logprobs is not None:
-      nodes = jnp.maximum(kept.path, 0)
-      values = _logprobs(logits_at, law_at, nodes, kept.tokens, logprobs)
+      path = jnp.maximum(kept.path, 0)
+      values = _logprobs(logits_at, law_at, path, kept.tokens, logprobs)
       new_logprobs = put(state.logprobs, where, values)
     new = SpecState(
       tokens=put(state.tokens, where, kept.tokens),
@@ -330,8 +330,8 @@ def _outcome(
   K = verdict.path.shape[1] - 1
   live = jnp.arange(K)[None] < kept.num_tokens[:, None]
   parents = jnp.where(draft.acceptable, draft.parents, -1)
-  nodes = jnp.arange(parents.shape[1])[None, :, None]
-  has_child = (parents[:, None, :] == nodes).any(-1)
+  node = jnp.arange(parents.shape[1])[None, :, None]
+  has_child = (parents[:, None, :] == node).any(-1)
   here, there = verdict.path[:, :-1], verdict.path[:, 1:]
   chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1) & (here >= 0)
   return Outcome(

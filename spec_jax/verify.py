@@ -15,6 +15,7 @@ from spec_jax.base import (
   Noise,
   Verdict,
 )
+from spec_jax.nodes import at_node
 from spec_jax.sampling import draw, one_hot, prob_of
 
 
@@ -60,11 +61,7 @@ def draft_row(draft: Draft, node_B: Array, like_BV: Array) -> Array:
   """Returns `[B, V]`, the law a node's children were drawn from; or zeros."""
   if draft.probs is None:
     return jnp.zeros_like(like_BV)
-  return jnp.take_along_axis(draft.probs, node_B[:, None, None], 1)[:, 0]
-
-
-def _at(x_BN: Array, node_B: Array) -> Array:
-  return jnp.take_along_axis(x_BN, node_B[:, None], 1)[:, 0]
+  return at_node(draft.probs, node_B)
 
 
 def _try_children(
@@ -96,13 +93,13 @@ def _try_children(
     todo, residual, q_left, won, winner, accept_prob = carry
     has = todo.any(1)
     child = jnp.argmax(todo, 1).astype(jnp.int32)
-    token = _at(draft.tokens, child)
-    how = _at(draft.law, child)
-    offered = has & _at(acceptable, child)
-    q = jnp.where((how == WITHOUT_REPLACEMENT)[:, None], q_left, q_row)
-    q = jnp.where((how == DETERMINISTIC)[:, None], one_hot(token, V), q)
-    q_x, p_x = prob_of(q, token), prob_of(residual, token)
-    takes = offered & (q_x > 0) & (_at(noise, child) * q_x < p_x)
+    token = at_node(draft.tokens, child)
+    how = at_node(draft.law, child)
+    offered = has & at_node(acceptable, child)
+    certain, leaves = how == DETERMINISTIC, how == WITHOUT_REPLACEMENT
+    q_x = jnp.where(leaves, prob_of(q_left, token), prob_of(q_row, token))
+    q_x, p_x = jnp.where(certain, 1.0, q_x), prob_of(residual, token)
+    takes = offered & (q_x > 0) & (at_node(noise, child) * q_x < p_x)
     chance = jnp.where(
       q_x > 0, jnp.minimum(1.0, p_x / jnp.where(q_x > 0, q_x, 1.0)), 0.0
     )
@@ -111,13 +108,23 @@ def _try_children(
       this & offered[:, None], chance[:, None], accept_prob
     )
     refused = offered & ~takes
-    residual = jnp.where(refused[:, None], residual_law(residual, q), residual)
     # A sibling drawn without replacement leaves q whether it is offered or not.
-    leaves = has & (how == WITHOUT_REPLACEMENT)
-    q_left = jnp.where(leaves[:, None], _without(q_left, token), q_left)
+    leaves = leaves & has & ~takes
+
+    def change():
+      q = jnp.where((how == WITHOUT_REPLACEMENT)[:, None], q_left, q_row)
+      q = jnp.where(certain[:, None], one_hot(token, V), q)
+      return (
+        jnp.where(refused[:, None], residual_law(residual, q), residual),
+        jnp.where(leaves[:, None], _without(q_left, token), q_left),
+      )
+
+    changed = lax.cond(
+      (refused | leaves).any(), change, lambda: (residual, q_left)
+    )
     todo = todo & ~this & ~takes[:, None]
     won, winner = won | takes, jnp.where(takes, child, winner)
-    return todo, residual, q_left, won, winner, accept_prob
+    return todo, *changed, won, winner, accept_prob
 
   init = (
     children & active[:, None],
@@ -181,8 +188,9 @@ def walk(
   Args:
     noise: uniforms, see `Noise`.
     law_at: `law_at(nodes_B) -> [B, V]`, the target's warped law after the path
-      to that node; called once a level, on the node arrived at.
-    draft: what was proposed.
+      to that node; called once a level, on the node arrived at, and once more
+      on the last one.
+    draft: what was proposed; without `probs` every node must be deterministic.
     depth: `K`.
     try_children: takes what `_try_children` takes.
     lossy: whether what it returns holds a divergence.
@@ -194,6 +202,7 @@ def walk(
   K = depth
   is_node = (jnp.arange(N) > 0)[None]
   columns = jnp.arange(K + 1)[None]
+  certain = draft.probs is None  # every node: nobody is tried
 
   def level(carry):
     d, node, going, final, last, path, tokens, num, marks = carry
@@ -201,30 +210,35 @@ def walk(
     law = law_at(node)
     children = (draft.parents == node[:, None]) & is_node & going[:, None]
     acceptable = children & draft.acceptable
-    plain = going & ~(acceptable & (draft.law != DETERMINISTIC)).any(1)
+    plain = going
+    if not certain:
+      plain = plain & ~(acceptable & (draft.law != DETERMINISTIC)).any(1)
     token = draw(law, lax.dynamic_index_in_dim(noise.plain, d, 1, False))
     hit = acceptable & (draft.tokens == token[:, None])
     plain_child = jnp.argmax(hit, 1).astype(jnp.int32)
-    tried = going & ~plain
-    found = try_children(
-      noise.accept, law, draft, node, children, acceptable, tried
-    )
-    accept_prob = jnp.where(
-      tried[:, None], found.accept_prob + accept_prob, accept_prob
-    )
-    if found.divergence is not None:
-      here = (columns == d) & tried[:, None]
-      divergence = jnp.where(here, found.divergence[:, None], divergence)
-    stops = going & ~jnp.where(plain, hit.any(1), found.won)
-    final = jnp.where(
-      stops[:, None], jnp.where(plain[:, None], law, found.residual), final
-    )
-    last = jnp.where(stops, jnp.where(plain, token, -1), last)
-    moves = going & ~stops
-    node = jnp.where(moves, jnp.where(plain, plain_child, found.winner), node)
+    won, winner = hit.any(1), plain_child
+    if not certain:
+      tried = going & ~plain
+      found = try_children(
+        noise.accept, law, draft, node, children, acceptable, tried
+      )
+      accept_prob = jnp.where(
+        tried[:, None], found.accept_prob + accept_prob, accept_prob
+      )
+      if found.divergence is not None:
+        here = (columns == d) & tried[:, None]
+        divergence = jnp.where(here, found.divergence[:, None], divergence)
+      refused = tried & ~found.won
+      final = jnp.where(refused[:, None], found.residual, final)
+      won = jnp.where(plain, won, found.won)
+      winner = jnp.where(plain, winner, found.winner)
+    stops = going & ~won
+    last = jnp.where(stops & plain, token, last)
+    moves = going & won
+    node = jnp.where(moves, winner, node)
     num = num + moves
     path = jnp.where((columns == d + 1) & moves[:, None], node[:, None], path)
-    kept = _at(draft.tokens, node)
+    kept = at_node(draft.tokens, node)
     tokens = jnp.where((columns == d) & moves[:, None], kept[:, None], tokens)
     drawn = jnp.where((columns == d) & going[:, None], plain[:, None], drawn)
     return (
@@ -239,14 +253,14 @@ def walk(
       (accept_prob, drawn, divergence),
     )
 
-  V = jax.eval_shape(law_at, jax.ShapeDtypeStruct((B,), jnp.int32)).shape[-1]
+  laws = jax.eval_shape(law_at, jax.ShapeDtypeStruct((B,), jnp.int32))
   none = jnp.full((B, K + 1), -1, jnp.int32)
   zero = jnp.zeros((B,), jnp.int32)
   init = (
     jnp.int32(0),
     zero,
     jnp.ones((B,), bool),
-    jnp.zeros((B, V), jnp.float32),
+    None if certain else jnp.zeros(laws.shape, jnp.float32),
     zero - 1,
     none.at[:, 0].set(0),
     none,
@@ -258,11 +272,16 @@ def walk(
     ),
   )
   # A row leaves the loop at depth K at the latest: leaves have no children.
-  _, _, _, final, last, path, tokens, num, marks = lax.while_loop(
+  _, node, _, final, last, path, tokens, num, marks = lax.while_loop(
     lambda carry: carry[2].any() & (carry[0] <= K), level, init
   )
   accept_prob, drawn, divergence = marks
-  last = jnp.where(last < 0, draw(final, noise.residual), last)
+  # For whoever looks at it: not carried along, level by level.
+  residual = law_at(node)
+  if final is not None:
+    was_plain = last >= 0
+    last = jnp.where(was_plain, last, draw(final, noise.residual))
+    residual = jnp.where(was_plain[:, None], residual, final)
   tokens = jnp.where(columns == num[:, None], last[:, None], tokens)
   return Verdict(
     path=path,
@@ -270,7 +289,7 @@ def walk(
     num_accepted=num,
     num_tokens=num + 1,
     accept_prob=accept_prob,
-    residual=final,
+    residual=residual,
     plain=drawn,
     divergence=divergence,
   )

@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from spec_jax.base import DETERMINISTIC, Array, Draft, Noise, Verdict
+from spec_jax.nodes import at_node
 from spec_jax.sampling import draw, one_hot, prob_of
 from spec_jax.verify import residual_law
 
@@ -47,13 +48,12 @@ def verify_block(
 
   def draft_law(node_B):
     """Returns the law the child of a node was drawn from."""
-    child = jnp.minimum(node_B + 1, K)[:, None]
-    token = jnp.take_along_axis(draft.tokens, child, 1)[:, 0]
-    how = jnp.take_along_axis(draft.law, child, 1)[:, 0]
+    child = jnp.minimum(node_B + 1, K)
+    token, how = at_node(draft.tokens, child), at_node(draft.law, child)
     point = one_hot(token, V)
     if draft.probs is None:
       return point
-    q = jnp.take_along_axis(draft.probs, node_B[:, None, None], 1)[:, 0]
+    q = at_node(draft.probs, node_B)
     return jnp.where((how == DETERMINISTIC)[:, None], point, q)
 
   V = law_at(jnp.zeros((B,), jnp.int32)).shape[-1]

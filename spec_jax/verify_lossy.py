@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from spec_jax.base import Array, Draft, Noise, Verdict
+from spec_jax.nodes import at_node
 from spec_jax.sampling import first_largest, one_hot, prob_of
 from spec_jax.verify import Tried, draft_row, residual_law, walk
 
@@ -160,7 +161,7 @@ def verify_typical(
   point = one_hot(last, law.shape[-1])
 
   columns = jnp.arange(K + 1)[None]
-  seen = jnp.take_along_axis(draft.visible, best[:, None, None], 1)[:, 0]
+  seen = at_node(draft.visible, best)
   on = seen[:, None] & (draft.depths[:, None] == columns[:, :, None])
   path = jnp.where(on.any(-1), jnp.argmax(on, -1), -1).astype(jnp.int32)
   after = jnp.concatenate([path[:, 1:], jnp.full((B, 1), -1, jnp.int32)], 1)

@@ -70,27 +70,26 @@ def test_the_joint_law_of_three_tokens_is_the_targets(kind, name):
 
 
 def test_two_levels_of_a_search_have_the_same_law(monkeypatch):
-  """As in a large vocabulary: blocks of 2, and the 2 largest looked at first.
+  """As in a large vocabulary: blocks of 2, and the largest looked at first.
 
   `min_new_tokens` and stop ids, which end the enumeration, have their tests
   in sampling_test.py.
   """
   monkeypatch.setattr(sampling, "_BLOCK", 2)
-  monkeypatch.setattr(sampling, "_NUM_LARGEST", 2)
+  monkeypatch.setattr(sampling, "_NUM_LARGEST", (1, 2))
   for name in ("chain", "tree_wor"):
     assert max(distances("table", name).values()) < 1e-5
 
 
 def test_a_threshold_beside_the_next_is_seen(monkeypatch):
   """The twin: of the largest looked at first, one too few is kept."""
-  monkeypatch.setattr(sampling, "_NUM_LARGEST", 2)
-  real = sampling.lax.top_k
+  monkeypatch.setattr(sampling, "_NUM_LARGEST", (2,))
+  real = sampling.largest
 
-  def early(x, k):
-    values, index = real(x, k)
-    return jnp.broadcast_to(values[:, :1], values.shape), index
+  def twice_the_first(x, k):
+    return jnp.broadcast_to(real(x, 1), (x.shape[0], k))
 
-  monkeypatch.setattr(sampling.lax, "top_k", early)
+  monkeypatch.setattr(sampling, "largest", twice_the_first)
   found = distances("table", "chain", ["t1.5_top_p"])
   assert found["t1.5_top_p"] > 1e-3
 

@@ -46,7 +46,8 @@ def test_a_piece_times_a_call_and_consumes_nothing():
   assert all(0 < piece() < 60 for _ in range(3))
   np.testing.assert_array_equal(held, [0, 1, 2, 3])
   np.testing.assert_array_equal(piece.result(), [1, 3, 5, 7])
-  assert piece.idle()() > 0 and piece.idle().result().shape == ()
+  assert piece.idle()() > 0
+  np.testing.assert_array_equal(piece.idle().result(), held)
 
 
 def test_a_share_is_without_the_call_and_against_one_pass():

@@ -38,6 +38,7 @@ from spec_jax.draft_model import (
   repeat_rows,
 )
 from spec_jax.drafting import CATCH_UP, root_token, static_tree
+from spec_jax.nodes import at_node, take_nodes
 from spec_jax.sampling import (
   add_counts,
   is_greedy,
@@ -240,11 +241,10 @@ class _Cascade:
       live = jnp.arange(K)[None] < num[:, None]
       before = add_counts(context.counts, tokens, live)
 
-      def law_at(nodes):
-        at = nodes[:, None, None]
-        seen = jnp.take_along_axis(copied.visible, at, 1)[:, 0]
+      def law_at(node):
+        seen = at_node(copied.visible, node)
         after = path_counts(before, copied.tokens, seen)
-        here = jnp.take_along_axis(out.logits, at, 1)[:, 0]
+        here = at_node(out.logits, node)
         return law(self.asks.scores(here, sampling, after), sampling)
 
       depth = self.copies.depth
@@ -269,7 +269,7 @@ class _Cascade:
       node = jnp.maximum(verdict.path, 0)
       places = put(places, at, C - 1 + p * n + node)
       if logits is not None:
-        found = jnp.take_along_axis(out.logits, node[:, :, None], 1)
+        found = take_nodes(out.logits, node)
         found = self.asks.fit(found).astype(jnp.float32)
         logits = put(logits, at, found)
       return num + more, (tokens, logits, places)

@@ -31,6 +31,7 @@ import numpy as np
 from spec_jax import tree as trees
 from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
 from spec_jax.drafting import root_token
+from spec_jax.nodes import take_nodes
 from spec_jax.sampling import first_largest
 
 # Spreads the first guesses over the text: 2^16 over the golden ratio.
@@ -374,7 +375,7 @@ def build(
     def move():
       comb, known = state
       at = jnp.asarray(shape.window)[shown.filled - 1]
-      logits = jnp.take_along_axis(output.logits, at[:, :, None], 1)
+      logits = take_nodes(output.logits, at)
       said = first_largest(logits.reshape(B * W, V)).reshape(B, W)
       new = collect(shown, said)
       full = reads & (shown.filled == K)
