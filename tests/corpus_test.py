@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec_jax import corpus, drafters
-from spec_jax.corpus_search import longest_match
+from spec_jax.corpus_search import longest_match, search_tables
 from tests import cases, fakes
 
 V, WIDTH, MATCH = 5, 16, 6
@@ -37,8 +37,7 @@ def find(index, rows, max_match=MATCH):
     tokens[i, : len(row)] = row
   lengths = jnp.array([len(r) for r in rows], jnp.int32)
   found = _find(
-    jnp.asarray(index.tokens),
-    jnp.asarray(index.order),
+    jax.tree.map(jnp.asarray, search_tables(index)),
     jnp.asarray(tokens),
     lengths,
     max_match=max_match,

@@ -16,7 +16,7 @@ import numpy as np
 
 from spec_jax import corpus as corpora, tree as trees
 from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
-from spec_jax.corpus_search import longest_match
+from spec_jax.corpus_search import longest_match, search_tables
 from spec_jax.drafting import dynamic_tree, root_token, static_tree
 
 
@@ -200,7 +200,7 @@ def build(
         f"max_match must be at most {index.max_match} with this index, got "
         f"{max_match}"
       )
-    tables = {"tokens": index.tokens, "order": index.order}
+    tables = search_tables(index)
     vocabulary = index.tokenizer
   chain = num_nodes == 0
   N, K = (num_draft if chain else num_nodes) + 1, num_draft
@@ -213,8 +213,9 @@ def build(
     match = own_match(tokens, length, max_match)
     longest = match.max(1)
     if tables is not None:
-      text, order = params["tables"]["tokens"], params["tables"]["order"]
-      agree, low, high = longest_match(text, order, tokens, length, max_match)
+      index = params["tables"]
+      text, order = index["tokens"], index["order"]
+      agree, low, high = longest_match(index, tokens, length, max_match)
       longest = jnp.maximum(longest, agree)
     used = longest >= min_match
     here = (match == longest[:, None]) & used[:, None]
