@@ -26,8 +26,8 @@ from experiments import launch, prompts as prompt_files, results, show
 from experiments.launch import UserError
 from spec_jax import hub, kernels, metrics, stops
 from spec_jax.generate import Work, make_engine, plan, run
-from spec_jax.pairing import TrainedDraft
 from spec_jax.settings import Settings
+from spec_jax.trained_draft import TrainedDraft
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",

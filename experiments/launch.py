@@ -20,14 +20,12 @@ from spec_jax import (
   sharding,
   verifiers,
 )
+from spec_jax.architecture import check_layers
 from spec_jax.costs import check_costs
 from spec_jax.drafting import check_fit
 from spec_jax.options import check_known
 from spec_jax.pairing import (
-  TrainedDraft,
-  check_layers,
   check_same_vocabulary,
-  inspect_trained,
   names_layers_file,
   parse_draft,
   read_layers,
@@ -35,6 +33,7 @@ from spec_jax.pairing import (
 )
 from spec_jax.settings import Settings
 from spec_jax.trained import is_trained
+from spec_jax.trained_draft import TrainedDraft, inspect_trained
 
 # A draft that a configuration names, its weights not yet read.
 Draft = hub.Inspected | TrainedDraft | str | int | tuple[int, ...] | None

@@ -1,6 +1,8 @@
 """What a decoder-only transformer is, apart from how it is run."""
 
+from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 from spec_jax.models import common
 from spec_jax.rope import Rope
@@ -84,3 +86,37 @@ class DecoderConfig:
           f"{len(rope.frequencies)} rope frequencies for head_dim "
           f"{self.head_dim}"
         )
+
+
+def check_layers(config: Any, draft: int | Sequence[int]) -> list[int]:
+  """Returns the layers that a number of first layers, or a list, stands for.
+
+  Args:
+    config: of the target.
+    draft: a number, or numbers of layers that rise.
+
+  Raises:
+    ValueError: if there is none, one is out of range, or they do not rise.
+  """
+  L = config.num_layers
+  if isinstance(draft, int):
+    if not 1 <= draft <= L:
+      raise ValueError(f"the draft's layers must be in [1, {L}], got {draft}")
+    return list(range(draft))
+  layers = [int(i) for i in draft]
+  if not layers or not all(0 <= i < L for i in layers):
+    raise ValueError(
+      f"the draft's layers must be in [0, {L - 1}], one at least, got {layers}"
+    )
+  if sorted(set(layers)) != layers:
+    raise ValueError(f"the draft's layers must rise, got {layers}")
+  return layers
+
+
+def shallow_config(config: Any, layers: Sequence[int]) -> Any:
+  """Returns the architecture of a model made of some layers of another."""
+  return dataclasses.replace(
+    config,
+    num_layers=len(layers),
+    windows=tuple(config.windows[i] for i in layers),
+  )

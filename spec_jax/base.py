@@ -184,6 +184,8 @@ class Verdict:
     divergence: `[B, K + 1]` float32, of a lossy rule: total variation between
       the law a token was drawn from, given the text before it (and the draft,
       where the rule draws nothing), and the target's; None for a lossless rule.
+    hidden: `[B, K + 1, A, D]`, the target's hidden states at the nodes of the
+      path, junk after it; None unless the drafter looks at them.
   """
 
   path: Array
@@ -194,6 +196,7 @@ class Verdict:
   residual: Array
   plain: Array
   divergence: Array | None = None
+  hidden: Array | None = None
 
 
 @flax.struct.dataclass
@@ -430,6 +433,8 @@ class Model(NamedTuple):
     embed: `embed(params, tokens) -> [..., D]`.
     unembed: `unembed(params, hidden) -> logits [..., V]` float32.
     config: the architecture (`vocab_size`, `max_length`, ...).
+    tap: `tap(taps) -> Model`, the same model whose `Output.hidden` holds the
+      residual streams after so many layers; None = it has none.
   """
 
   init: Callable
@@ -439,6 +444,7 @@ class Model(NamedTuple):
   embed: Callable
   unembed: Callable
   config: Any
+  tap: Callable | None = None
 
 
 class Drafter(NamedTuple):
@@ -470,6 +476,8 @@ class Drafter(NamedTuple):
     greedy_only: whether it is defined for greedy rows only.
     catches_up: whether it must read, when asked again, all tokens committed
       since it was asked last.
+    taps: which of the target's hidden states it looks at: numbers of layers,
+      () = the final normalised one, None = at none.
   """
 
   init: Callable
@@ -486,6 +494,7 @@ class Drafter(NamedTuple):
   host_driven: bool = False
   greedy_only: bool = False
   catches_up: bool = False
+  taps: tuple[int, ...] | None = None
 
 
 class LengthPolicy(NamedTuple):

@@ -57,6 +57,12 @@ def any_takes_draft(*specs: str) -> bool:
   return any(drafters.takes_draft(*drafters.parse(spec)) for spec in specs)
 
 
+def heads_taken(*specs: str) -> str | None:
+  """Returns the kind of heads that one of these drafters takes, or None."""
+  found = (drafters.takes_heads(*drafters.parse(spec)) for spec in specs)
+  return next((kind for kind in found if kind), None)
+
+
 def laws_of(parts: Parts) -> tuple[int, ...]:
   """Returns how the nodes of some part are drawn."""
   return tuple(sorted({law for d in parts.values() for law in d.laws}))
@@ -82,8 +88,15 @@ def combined(
     laws: of the whole.
 
   Raises:
-    ValueError: if two parts have tables of different tokenizers.
+    ValueError: if two parts have tables of different tokenizers, or look at
+      different layers of the target.
   """
+  taps = {d.taps for d in parts.values() if d.taps is not None}
+  if len(taps) > 1:
+    raise ValueError(
+      f"{' and '.join(parts)} look at different layers of the target: "
+      f"{' and '.join(map(str, sorted(taps)))}"
+    )
   vocabularies = {d.vocabulary for d in parts.values()} - {None}
   if len(vocabularies) > 1:
     raise ValueError(
@@ -120,6 +133,7 @@ def combined(
     host_driven=any(d.host_driven for d in parts.values()),
     greedy_only=any(d.greedy_only for d in parts.values()),
     catches_up=any(d.catches_up for d in parts.values()),
+    taps=next(iter(taps), None),
   )
 
 

@@ -27,9 +27,11 @@ from spec_jax.base import (
   Model,
   Output,
   Sampling,
+  Verdict,
 )
 from spec_jax.cache import commit, empty_block, read_on
 from spec_jax.drafting import CATCH_UP
+from spec_jax.heads import Heads
 from spec_jax.sampling import scores
 
 # Tokens read in a pass by a row that is further behind than `CATCH_UP`: a CPU
@@ -54,7 +56,13 @@ class Reading(NamedTuple):
 
 
 class DraftModel:
-  """What drafters share that ask a draft model; holds no arrays."""
+  """What drafters share that ask a draft model; holds no arrays.
+
+  Attributes:
+    lead: first nodes of a block, which hold what is pending and the root.
+  """
+
+  lead = CATCH_UP
 
   def __init__(
     self, name: str, target: Model, draft: Model | None, *, slots: int
@@ -68,10 +76,15 @@ class DraftModel:
       slots: `S`; proposing ends where the draft's own `max_length` ends.
 
     Raises:
-      ValueError: if there is no draft model.
+      ValueError: if there is no draft model, or there are heads.
     """
     if draft is None:
       raise ValueError(f"drafter {name!r} needs a draft model or draft layers")
+    if isinstance(draft, Heads):
+      raise ValueError(
+        f"drafter {name!r} needs a draft model, got {draft.kind} heads: they "
+        f"are for drafter {draft.kind!r}"
+      )
     self.model = draft
     self.slots = min(slots, draft.config.max_length)
     self.vocab_size = target.config.vocab_size
@@ -122,8 +135,9 @@ class DraftModel:
     read = functools.partial(self.read, params)
     return read_on(read, tokens, cache, num_B)[0]
 
-  def asked(self, context: Context, depth: int) -> Array:
+  def asked(self, cache: Cache, context: Context, depth: int) -> Array:
     """Returns `[B]`, how deep each row may draft; 0 where it has no slots."""
+    del cache
     asked = jnp.minimum(context.max_depth, depth)
     return jnp.where(context.length + asked <= self.slots, asked, 0)
 
@@ -225,6 +239,13 @@ class DraftModel:
     """Returns `[B, C]` bool, first nodes of the block that the cache lacks."""
     positions = reading.begin[:, None] + jnp.arange(CATCH_UP)[None]
     return positions >= reading.cache.length[:, None]
+
+  def update(
+    self, params, reading: Reading, where_BK: Array, verdict: Verdict
+  ) -> Cache:
+    """Returns the state after a step, see `commit`."""
+    del params
+    return self.commit(reading, where_BK, verdict.num_tokens > 0)
 
   def commit(self, reading: Reading, where_BK: Array, running: Array) -> Cache:
     """Commits pending tokens, root and the accepted nodes that were read.

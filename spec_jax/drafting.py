@@ -6,7 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.base import Array, Context, Drafter, Tree
+from spec_jax.base import Array, Context, Drafter, Model, Tree
 
 
 def root_token(context: Context) -> Array:
@@ -47,6 +47,19 @@ def dynamic_tree(parents_BN: Array) -> dict[str, Array]:
   visible = jnp.broadcast_to(jnp.eye(N, dtype=bool)[None], (B, N, N))
   depths, visible = lax.fori_loop(1, N, add, (depths, visible))
   return {"parents": parents_BN, "depths": depths, "visible": visible}
+
+
+def shown_to(drafter: Drafter, model: Model) -> Model:
+  """Returns the target whose `Output.hidden` is what a drafter looks at.
+
+  Raises:
+    ValueError: if it is to show layers and has none.
+  """
+  if not drafter.taps:
+    return model
+  if model.tap is None:
+    raise ValueError("the drafter looks at layers, this target shows none")
+  return model.tap(drafter.taps)
 
 
 def check_fit(
@@ -101,8 +114,13 @@ class TreePlan(NamedTuple):
   block_size: int
 
 
-def plan_tree(tree: Tree) -> TreePlan:
-  """Lays out how a draft model reads a tree, level by level."""
+def plan_tree(tree: Tree, lead: int = CATCH_UP) -> TreePlan:
+  """Lays out how a draft model reads a tree, level by level.
+
+  Args:
+    tree: the tree.
+    lead: first nodes of the block; the root is the last of them.
+  """
   kids = [np.flatnonzero(tree.parents == i) for i in range(tree.num_nodes)]
   levels = [
     [i for i in np.flatnonzero(tree.depths == d) if len(kids[i])]
@@ -114,8 +132,8 @@ def plan_tree(tree: Tree) -> TreePlan:
   start = np.zeros(tree.depth, np.int32)
   children = np.full((tree.depth, W, R), -1, np.int32)
   block_index = np.full(tree.num_nodes, -1, np.int32)
-  block_index[0] = CATCH_UP - 1
-  end = CATCH_UP
+  block_index[0] = lead - 1
+  end = lead
   for d, level in enumerate(levels):
     if d:
       start[d] = end

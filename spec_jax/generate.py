@@ -12,7 +12,7 @@ from spec_jax.base import SpecState, Tree
 from spec_jax.drafting import check_fit
 from spec_jax.engine import Engine, Finished
 from spec_jax.hub import Loaded
-from spec_jax.pairing import TrainedDraft, resolve_draft, vocabulary_map_of
+from spec_jax.pairing import resolve_draft, vocabulary_map_of
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job, slots_for
 from spec_jax.settings import Settings, in_use
@@ -89,7 +89,7 @@ def make_engine(
   work: Work,
   *,
   drafter: str = "none",
-  draft: Loaded | TrainedDraft | str | int | Sequence[int] | None = None,
+  draft: Any = None,
   options: Mapping[str, Any] | None = None,
   verifier: str = "token",
   verifier_options: Mapping[str, Any] | None = None,
@@ -113,8 +113,8 @@ def make_engine(
     drafter: a name from `drafters.names()`.
     draft: the draft model: another loaded model, "target" for the target
       itself, a number of the target's first layers, a list of layers, "@FILE"
-      for those that `experiments.search_layers` found, or the folder of a
-      trained draft.
+      for those that `experiments.search_layers` found, the folder of a trained
+      draft, or a `BuiltDraft`.
     options: the drafter's options.
     verifier: how drafts are judged, a key of `verifiers.VERIFIERS`.
     verifier_options: the verifier's options.

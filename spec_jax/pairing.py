@@ -1,62 +1,24 @@
 """Which draft goes with a target: another model, itself, some of its layers."""
 
 from collections.abc import Sequence
-import dataclasses
-import functools
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import drafters, kernels, trained
-from spec_jax.base import Model, PyTree
+from spec_jax import drafters, trained
+from spec_jax.architecture import check_layers, shallow_config
 from spec_jax.hub import Loaded, weights_hash
-from spec_jax.models import decoder
-from spec_jax.safetensors_io import LoadError
+from spec_jax.trained_draft import (
+  BuiltDraft,
+  TrainedDraft,
+  build_short,
+  inspect_trained,
+)
 from spec_jax.vocabulary_map import VocabularyMap, map_vocabularies
-
-
-@functools.lru_cache(maxsize=8)
-def _build_short(config, dtype, scan_layers):
-  return decoder.build(config, dtype=dtype, scan_layers=scan_layers)
-
-
-def check_layers(config: Any, draft: int | Sequence[int]) -> list[int]:
-  """Returns the layers that a number of first layers, or a list, stands for.
-
-  Args:
-    config: of the target.
-    draft: a number, or numbers of layers that rise.
-
-  Raises:
-    ValueError: if there is none, one is out of range, or they do not rise.
-  """
-  L = config.num_layers
-  if isinstance(draft, int):
-    if not 1 <= draft <= L:
-      raise ValueError(f"the draft's layers must be in [1, {L}], got {draft}")
-    return list(range(draft))
-  layers = [int(i) for i in draft]
-  if not layers or not all(0 <= i < L for i in layers):
-    raise ValueError(
-      f"the draft's layers must be in [0, {L - 1}], one at least, got {layers}"
-    )
-  if sorted(set(layers)) != layers:
-    raise ValueError(f"the draft's layers must rise, got {layers}")
-  return layers
-
-
-def shallow_config(config: Any, layers: Sequence[int]) -> Any:
-  """Returns the architecture of a model made of some layers of another."""
-  return dataclasses.replace(
-    config,
-    num_layers=len(layers),
-    windows=tuple(config.windows[i] for i in layers),
-  )
 
 
 def choose_layers(config: Any, params: dict, draft: int | Sequence[int]):
@@ -86,77 +48,6 @@ def choose_layers(config: Any, params: dict, draft: int | Sequence[int]):
   else:
     own = type(own)(own[i] for i in layers)
   return short, {**params, "layers": own}
-
-
-class TrainedDraft(NamedTuple):
-  """A trained shallow copy of a target, checked for it, not yet read.
-
-  Attributes:
-    model: the draft in float32; `build` makes the one that fits.
-    card: what it was read from.
-  """
-
-  model: Model
-  card: trained.Card
-
-  @property
-  def weights_sha256(self) -> str:
-    """SHA-256 of the weights' file."""
-    return self.card.info["weights_sha256"]
-
-  def build(self, loaded: Loaded) -> tuple[Model, PyTree]:
-    """Reads the weights, held as the target's are; the rest is shared."""
-    target = loaded.params
-    stacked = isinstance(target["layers"], dict)
-    dtype = target["final_norm"].dtype
-    own = trained.unflatten(
-      {
-        name: jnp.asarray(tensor.read(0, tensor.shape[0]), dtype)
-        for name, tensor in self.card.tensors.items()
-      }
-    )
-    if stacked:
-      own = decoder.stack_layers(own)
-    elif kernels.is_packed(target):
-      stored = target["layers"][0]["wq"].panels.dtype
-      own = kernels.pack_params(own, weights=stored.name)
-    model = _build_short(self.model.config, dtype, stacked)
-    return model, {**target, **own}
-
-
-# What a trained shallow copy shares with its target, by name.
-SHARED = ("embed", "head", "position")
-
-
-def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
-  """Opens a trained shallow copy of the target; reads no weight.
-
-  Args:
-    path: the folder that training wrote.
-    loaded: the target; its parameters are not looked at.
-
-  Raises:
-    LoadError: one line, if it is damaged, of another kind, or was trained for
-      another target.
-  """
-  card = trained.read_card(path, loaded, ("layers",))
-  try:
-    layers = check_layers(loaded.model.config, card.info["layers"])
-  except (ValueError, TypeError, KeyError) as error:
-    raise LoadError(f"{card.folder / trained.CARD}: {error}") from error
-  model = decoder.build(shallow_config(loaded.model.config, layers))
-  shapes = trained.flatten(
-    jax.eval_shape(lambda: model.init(jax.random.key(0)))
-  )
-  wanted = {n: x.shape for n, x in shapes.items() if n not in SHARED}
-  given = {n: t.shape for n, t in card.tensors.items()}
-  for name in sorted(wanted.keys() | given.keys()):
-    if wanted.get(name) != given.get(name):
-      raise LoadError(
-        f"{card.folder}: tensor {name} has shape {given.get(name)}, the target "
-        f"asks for {wanted.get(name)}"
-      )
-  return TrainedDraft(model, card)
 
 
 # No model has so many; a range of them would fill the memory.
@@ -233,7 +124,7 @@ def read_layers(text: str, loaded: Loaded) -> tuple[int, ...]:
 
 def resolve_draft(
   loaded: Loaded,
-  draft: Loaded | TrainedDraft | str | int | Sequence[int] | None,
+  draft: Loaded | TrainedDraft | BuiltDraft | str | int | Sequence[int] | None,
   *,
   any_vocabulary: bool = False,
 ):
@@ -263,11 +154,13 @@ def resolve_draft(
     draft = inspect_trained(draft, loaded)
   if isinstance(draft, TrainedDraft):
     return draft.build(loaded)
+  if isinstance(draft, BuiltDraft):
+    return draft
   if isinstance(draft, int | list | tuple) and not isinstance(draft, bool):
     short, params = choose_layers(loaded.model.config, loaded.params, draft)
     stacked = isinstance(params["layers"], dict)
     dtype = params["final_norm"].dtype
-    return _build_short(short, dtype, stacked), params
+    return build_short(short, dtype, stacked), params
   raise ValueError(
     f"draft must be a loaded model, 'target', a number of layers, a list of "
     f"them, a file of layers or the folder of a trained draft, got {draft!r}"

@@ -24,6 +24,7 @@ from spec_jax.base import (
   Model,
   PyTree,
 )
+from spec_jax.drafting import shown_to
 from spec_jax.requests import make_request
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
@@ -194,11 +195,13 @@ def build_programs(
     replicate_draft: keep the draft whole on each device of a mesh.
 
   Raises:
-    ValueError: for an unknown drafter or option, or one out of range.
+    ValueError: for an unknown drafter or option, one out of range, or a drafter
+      of layers that the target does not show.
   """
   drafter = drafters.build(
     config.drafter, model, draft, slots=config.slots, **dict(config.options)
   )
+  model = shown_to(drafter, model)
   policy = length.build(
     config.policy, drafter.depth, **dict(config.policy_options)
   )

@@ -37,7 +37,7 @@ from spec_jax.base import (
   Verdict,
 )
 from spec_jax.cache import commit, empty_block
-from spec_jax.nodes import at_node
+from spec_jax.nodes import at_node, take_nodes
 from spec_jax.sampling import (
   add_counts,
   draw_noise,
@@ -146,6 +146,9 @@ def make_step(
     num = kept.num_tokens
     live = jnp.arange(K + 1)[None] < num[:, None]
     outcome = _outcome(draft, verdict, kept, max_depth, running)
+    if drafter.taps is not None:
+      path = jnp.maximum(kept.path, 0)
+      kept = dataclasses.replace(kept, hidden=take_nodes(output.hidden, path))
 
     # Commit.
     W = state.tokens.shape[1]

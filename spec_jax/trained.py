@@ -77,17 +77,23 @@ def flatten(params: PyTree) -> dict[str, Any]:
 
 
 def unflatten(tensors: Mapping[str, Any]) -> dict[str, Any]:
-  """Undoes `flatten` for `{"layers": (...), ...}`."""
-  found: dict[str, Any] = {}
-  layers: dict[int, dict[str, Any]] = {}
+  """Undoes `flatten` for dicts, and tuples that are not empty."""
+  root: dict[str, Any] = {}
   for name, value in tensors.items():
-    first, _, rest = name.partition(".")
-    if first == "layers":
-      number, _, leaf = rest.partition(".")
-      layers.setdefault(int(number), {})[leaf] = value
-    else:
-      found[name] = value
-  return found | {"layers": tuple(layers[i] for i in sorted(layers))}
+    *path, last = name.split(".")
+    at = root
+    for part in path:
+      at = at.setdefault(part, {})
+    at[last] = value
+
+  def settle(x):
+    if not isinstance(x, dict):
+      return x
+    if x and all(key.isdigit() for key in x):
+      return tuple(settle(x[key]) for key in sorted(x, key=int))
+    return {key: settle(value) for key, value in x.items()}
+
+  return settle(root)
 
 
 def save(

@@ -36,11 +36,20 @@ class Case(NamedTuple):
     }
     return drafters.build(self.name, model, draft, slots=slots, **options)
 
+  def draft_for(self, target, draft):
+    """Returns the (model, params) it asks: a draft like `draft`, or heads."""
+    kind = drafters.takes_heads(self.name, self.options)
+    return fakes.heads_of(kind, target) if kind else draft
+
+  def on_tiny(self):
+    """Builds the drafter on the tiny decoder."""
+    target = fakes.tiny()
+    return self.build(target[0], self.draft_for(target, target)[0], 64)
+
   @property
   def deterministic(self) -> bool:
     """Whether texts are plain decoding's in rows that sample too."""
-    model, _ = fakes.tiny()
-    drafter = self.build(model, model, 64)
+    drafter = self.on_tiny()
     lossy = verifiers.build(self.verifier, drafter).lossy
     return drafter.laws == (DETERMINISTIC,) and not lossy
 
@@ -90,12 +99,21 @@ _VARIANTS: dict[str, dict[str, dict]] = {
       "first": "prompt_lookup(num_draft=2)",
       "second": "vanilla(tree=(2, 1), siblings='without_replacement')",
     },
+    "eagle": {
+      "first": "prompt_lookup(num_draft=4)",
+      "second": "eagle(num_nodes=6, depth=2, width=3)",
+    },
   },
   "lookahead": {
     "": {"window": 3, "ngram": 4, "guesses": 2, "pool": 16},
   },
   "ngram": {
     "": {"num_draft": 2, "corpus": index_file},
+  },
+  "medusa": {"": {"tree": (3, 2, 1)}},
+  "eagle": {
+    "": {"num_nodes": 8, "depth": 3, "width": 3},
+    "chain": {"num_draft": 3},
   },
   "suffix": {
     "": {"num_draft": 3, "num_nodes": 6, "corpus": index_file},
@@ -121,8 +139,7 @@ def cases() -> dict[str, Case]:
 
 def _judged(found: dict[str, Case]) -> dict[str, Case]:
   """Returns every other verifier on a drafter it takes, on a tree if it can."""
-  model, _ = fakes.tiny()
-  built = {key: case.build(model, model, 64) for key, case in found.items()}
+  built = {key: case.on_tiny() for key, case in found.items()}
   is_chain = lambda key: built[key].num_nodes == built[key].depth + 1
   cases = {}
   for verifier in [v for v in verifiers.VERIFIERS if v != "token"]:
@@ -156,6 +173,7 @@ def _bounded(found: dict[str, Case]) -> dict[str, Case]:
 
 def rig_of(case: Case, target, draft, *, slots: int = 64, **kwargs):
   """Builds the rig of a case: `target` and `draft` are (model, params)."""
+  draft = case.draft_for(target, draft)
   drafter = case.build(target[0], draft[0], slots)
   verifier = verifiers.build(case.verifier, drafter)
   return fakes.Rig(

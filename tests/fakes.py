@@ -9,7 +9,9 @@ import numpy as np
 
 from spec_jax import (
   drafters,
+  eagle,
   length,
+  medusa,
   rows as rows_lib,
   step as steps,
   tree as trees,
@@ -23,7 +25,8 @@ from spec_jax.base import (
   Stops,
 )
 from spec_jax.cache import slot_positions
-from spec_jax.drafting import root_token, static_tree
+from spec_jax.drafting import root_token, shown_to, static_tree
+from spec_jax.heads import Words
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.settings import Settings, in_use, to_arrays
@@ -106,6 +109,45 @@ def noisy(params, seed=1, size=_NOISE):
     )
 
   return jax.tree.map(add, params)
+
+
+def heads_of(kind, target, *, ids=None, version=3, seed=4):
+  """Returns (heads, params) at random for (model, params).
+
+  Args:
+    kind: "medusa" or "eagle".
+    target: (model, params).
+    ids: the tokens they know, with a matrix for them; None = all.
+    version: of EAGLE.
+    seed: of the parameters.
+  """
+  model, _ = target
+  vocab = model.config.vocab_size
+  words = Words(vocab, vocab)
+  if ids is not None:
+    words = Words(len(ids), vocab, own_matrix=True, mapped=True)
+  if kind == "medusa":
+    width = getattr(model.config, "width", vocab)
+    config = medusa.MedusaConfig(
+      width=width, num_heads=3, words=words, max_length=256
+    )
+    made = medusa.build(config)
+  else:
+    taps = (0, 1, 2) if version == 3 else ()
+    made = eagle.build(eagle.config_of(model.config, version, words, taps=taps))
+  shapes = jax.eval_shape(made.init, jax.eval_shape(lambda: jax.random.key(0)))
+  rng = np.random.default_rng(seed)
+
+  def draw(x):
+    values = rng.normal(size=x.shape).astype(np.float32)
+    if len(x.shape) == 1:
+      return jnp.asarray(1 + 0.1 * values)
+    return jnp.asarray(values * np.float32(x.shape[0] ** -0.5))
+
+  params = jax.tree.map(draw, {k: v for k, v in shapes.items() if k != "ids"})
+  if ids is not None:
+    params["ids"] = jnp.asarray(ids, jnp.int32)
+  return made, params
 
 
 def tables(vocab=5, *, period=7, seed=0):
@@ -215,8 +257,9 @@ class Rig:
     if policy.needs_costs:  # A draft pays, a deep one a little less.
       costs = np.linspace(1.0, 1.2, drafter.depth + 1 + drafter.catches_up)
       self.params["costs"] = jnp.asarray(costs, jnp.float32)
+    shown = shown_to(drafter, self.model)
     init, resume = rows_lib.make_init(
-      self.model,
+      shown,
       drafter,
       policy,
       slots=slots,
@@ -227,7 +270,7 @@ class Rig:
     extra = {} if verifier is None else {"verifier": verifier}
     self.raw_init = init
     self.raw_step = steps.make_step(
-      self.model, drafter, policy, logprobs=logprobs, trace=trace, **extra
+      shown, drafter, policy, logprobs=logprobs, trace=trace, **extra
     )
     self.init, self.resume = jit(init), jit(resume)
     self.step = jit(self.raw_step)

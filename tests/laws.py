@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import (
+  drafters,
   kernels,
   length,
   verifiers,
 )
 from spec_jax.base import Sampling, Stops
+from spec_jax.drafting import shown_to
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
 from spec_jax.step import make_step
-from tests import cases, reference, two_vocabularies
+from tests import cases, fakes, reference, two_vocabularies
 from tests.enumeration import Enumerator
 
 V, NEW, SLOTS = 3, 3, 16
@@ -123,6 +125,19 @@ DRAFTERS = {
       "second": "prompt_lookup(num_draft=2)",
     },
   ),
+  "medusa": ("medusa", {"tree": (2, 1)}),
+  "eagle_chain": ("eagle", {"num_draft": 2}),
+  "eagle_grown": ("eagle", {"num_nodes": 5, "depth": 2, "width": 2}),
+  "eagle_static": ("eagle", {"tree": (2, 1)}),
+  "medusa_words": ("medusa", {"tree": (2, 1)}),
+  "eagle_words": ("eagle", {"num_draft": 2}),
+  "merge_eagle": (
+    "merge",
+    {
+      "first": "prompt_lookup(num_draft=2)",
+      "second": "eagle(num_draft=2)",
+    },
+  ),
   "cascade": (
     "cascade",
     {"inner": "prompt_lookup(num_draft=1)", "num_draft": 2},
@@ -148,6 +163,16 @@ VERIFIERS = {
   "k_seq_rho": ("tree_iid", "k_seq", {"rho": 1.7}),
   "block_trigram": ("trigram", "block", {}),
 }
+# Of heads that need a decoder's layers.
+ON_LAYERS = (
+  "eagle_chain",
+  "eagle_grown",
+  "eagle_static",
+  "eagle_words",
+  "merge_eagle",
+)
+# D14: heads that know some of the three tokens.
+HEAD_WORDS = {"medusa_words": (0, 2), "eagle_words": (0, 2)}
 # Of two vocabularies: the draft is a table of four tokens.
 TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
 # Seconds of a step by depth: such that rows disagree about what pays.
@@ -159,13 +184,25 @@ def measure(model, params, draft_model, name, prompts, settings, chunk=256):
   name, judge, judge_options = VERIFIERS.get(name, (name, "token", {}))
   name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
   kind, options = DRAFTERS[name]
-  drafter = cases.Case(kind, options).build(model, draft_model, SLOTS)
+  case = cases.Case(kind, options)
+  pair = draft_model, params.get("draft")
+  target = model, params["target"]
+  if name in HEAD_WORDS:
+    kind = drafters.takes_heads(kind, options)
+    draft_model, own = fakes.heads_of(kind, target, ids=HEAD_WORDS[name])
+  else:
+    draft_model, own = case.draft_for(target, pair)
+  if kernels.is_packed(params["target"]) and not kernels.is_packed(own):
+    own = kernels.pack_params(own)
+  params = {**params, "draft": own}
+  drafter = case.build(model, draft_model, SLOTS)
   if drafter.tables is not None:
     params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
   verifier = verifiers.build(judge, drafter, **judge_options).verify
   policy = length.build(how, drafter.depth, **policy_options)
   if policy.needs_costs:
     params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}
+  model = shown_to(drafter, model)
   init, _ = make_init(model, drafter, policy, slots=SLOTS, chunk=4)
   widths = () if how == "fixed" else (1, 2)
   step = make_step(

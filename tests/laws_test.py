@@ -28,6 +28,7 @@ from spec_jax.drafters import (
 )
 from tests.laws import (
   DRAFTERS,
+  ON_LAYERS,
   POLICIES,
   TWO_VOCABULARIES,
   VERIFIERS,
@@ -50,7 +51,14 @@ _LEFT_OUT = (
 )
 COVERING = [
   *(
-    ("two_tables" if name in TWO_VOCABULARIES else "table", name)
+    (
+      "two_tables"
+      if name in TWO_VOCABULARIES
+      else "transformer"
+      if name in ON_LAYERS
+      else "table",
+      name,
+    )
     for name in [*DRAFTERS, *POLICIES, *VERIFIERS]
     if name not in _LEFT_OUT
   ),
@@ -59,6 +67,7 @@ COVERING = [
   ("transformer", "merge"),
   ("transformer", "cascade"),
   ("packed", "tree_wor"),
+  ("packed", "eagle_chain"),
 ]
 
 

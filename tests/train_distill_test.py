@@ -11,7 +11,7 @@ from tiny_model import tiny_model
 from configs import distill as defaults
 from experiments import launch
 import spec_jax
-from spec_jax import kernels, pairing, trained
+from spec_jax import architecture, kernels, pairing, trained, trained_draft
 from spec_jax.models import decoder
 from tests import fakes, train_rig
 from train import data, distill
@@ -52,7 +52,7 @@ def test_the_loss_is_that_of_the_two_models_logits():
   model, params = fakes.tiny(windows=(None, None))
   own = train_rig.recipe((model, params)).init(None)
   batch = _batch(13)
-  draft = decoder.build(pairing.shallow_config(model.config, [0]))
+  draft = decoder.build(architecture.shallow_config(model.config, [0]))
   loss = distill.make_loss(model, draft, name="forward_kl", chunk=4)
   total, sums = fakes.jit(loss)(own, params, batch, None)
   run = lambda m, p: np.asarray(
@@ -142,7 +142,9 @@ def test_a_killed_save_leaves_the_draft_before_usable(
     patch.setattr(trained.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
       recipe.save(fakes.noisy(first), tmp_path, info)
-  assert pairing.inspect_trained(tmp_path, loaded).model.config.num_layers == 1
+  assert (
+    trained_draft.inspect_trained(tmp_path, loaded).model.config.num_layers == 1
+  )
   recipe.save(first, tmp_path, info)
   left = {x.name for x in tmp_path.iterdir() if not x.name.endswith(".tmp")}
   assert left == set(before)

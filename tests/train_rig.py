@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from spec_jax import pairing, sharding
+from spec_jax import pairing, sharding, trained_draft
 from spec_jax.models import decoder
 from spec_jax.rope import Rope
 from tests import fakes
@@ -49,11 +49,11 @@ def recipe(pair, *, name: str = "forward_kl", **change) -> Recipe:
   model, params = pair
   config, start = pairing.choose_layers(model.config, params, 1)
   draft = decoder.build(config)
-  chosen = {n: x for n, x in start.items() if n not in pairing.SHARED}
+  chosen = {n: x for n, x in start.items() if n not in trained_draft.SHARED}
 
   def shardings(mesh):
     places = sharding.params_shardings(draft, mesh)
-    own = {n: s for n, s in places.items() if n not in pairing.SHARED}
+    own = {n: s for n, s in places.items() if n not in trained_draft.SHARED}
     return own, sharding.params_shardings(model, mesh)
 
   found = Recipe(

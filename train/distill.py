@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import pairing, sharding, trained
+from spec_jax import architecture, pairing, sharding, trained, trained_draft
 from spec_jax.base import Model, PyTree
 from spec_jax.generate import generate
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
 from spec_jax.settings import Settings
 from train import losses
+from train.measure import HeldOut, rows_for
 from train.recipe import Recipe
+from train.records import Example
 
 __all__ = ["build", "check", "make_loss"]
 
@@ -74,7 +76,7 @@ def layers_of(config: Any, target: Any) -> list[int]:
       "draft.layers must be a number of first layers, or layers like 0,10,20 "
       f"or 0-3,28-29, got {parsed!r}"
     )
-  return pairing.check_layers(target, parsed)
+  return architecture.check_layers(target, parsed)
 
 
 def make_loss(
@@ -159,7 +161,11 @@ def unstack_layers(stacked: PyTree) -> tuple[PyTree, ...]:
 
 
 def build(
-  config: Any, loaded: Loaded, mesh: Any, held_out: Sequence[Sequence[int]]
+  config: Any,
+  loaded: Loaded,
+  mesh: Any,
+  held_out: Sequence[Sequence[int]],
+  learn: Sequence[Example] = (),
 ) -> Recipe:
   """Builds the recipe.
 
@@ -168,14 +174,16 @@ def build(
     loaded: the target, its parameters plain arrays.
     mesh: of axes 'data' and 'model', or None.
     held_out: prompts for the decoder, as token ids.
+    learn: the examples; not looked at.
 
   Raises:
     ValueError: see `check`; or if the layers are out of range.
   """
+  del learn
   check(config)
-  architecture, frozen = loaded.model.config, loaded.params
-  layers = layers_of(config, architecture)
-  short, start = pairing.choose_layers(architecture, frozen, layers)
+  shape, frozen = loaded.model.config, loaded.params
+  layers = layers_of(config, shape)
+  short, start = pairing.choose_layers(shape, frozen, layers)
   stacked = isinstance(frozen["layers"], dict)
   precision = config.execution.matmul_precision
   options = {
@@ -186,7 +194,7 @@ def build(
   decoding = decoder.build(short, **options)
   options["remat"] = config.train.remat
   draft = decoder.build(short, **options)
-  chosen = {n: x for n, x in start.items() if n not in pairing.SHARED}
+  chosen = {n: x for n, x in start.items() if n not in trained_draft.SHARED}
   saved = jnp.dtype(config.dtype_saved)
 
   def init(key):
@@ -195,7 +203,7 @@ def build(
 
   def shardings(mesh):
     of_draft = sharding.params_shardings(draft, mesh)
-    own = {n: s for n, s in of_draft.items() if n not in pairing.SHARED}
+    own = {n: s for n, s in of_draft.items() if n not in trained_draft.SHARED}
     return own, sharding.params_shardings(loaded.model, mesh)
 
   def as_loaded(params) -> Loaded:
@@ -212,27 +220,11 @@ def build(
       files=(),
     )
 
-  def rows_for(count: int) -> int:
-    rows = 1 if mesh is None else mesh.shape["data"]
-    return -(-min(config.eval.batch_size, count) // rows) * rows
+  asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
 
   def measure(params) -> dict[str, float]:
-    out = generate(
-      loaded,
-      held_out,
-      drafter="vanilla",
-      draft=as_loaded(params),
-      options={"num_draft": config.eval.num_draft},
-      settings=Settings(
-        temperature=config.eval.temperature,
-        max_new_tokens=config.eval.max_new_tokens,
-      ),
-      batch_size=rows_for(len(held_out)),
-      seed=config.seed,
-      mesh=mesh,
-    )
-    names = ("emitted_per_step", "acceptance_rate")
-    return {name: float(out.report[name]) for name in names}
+    options = {"num_draft": config.eval.num_draft}
+    return asked.rates("vanilla", as_loaded(params), options)
 
   def sample(params, prompts, seed) -> list[list[int]]:
     length = config.data.length
@@ -247,7 +239,7 @@ def build(
       as_loaded(params),
       prompts,
       settings=settings,
-      batch_size=rows_for(len(prompts)),
+      batch_size=rows_for(len(prompts), config.eval.batch_size, mesh),
       slots=length,
       seed=seed,
       mesh=mesh,

@@ -174,7 +174,7 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
     fixed, drafted = make_fixed(config, rows, schedule.accumulate)
   loaded = opened.read()
   with launch.user_errors():
-    recipe = recipe_file.build(config, loaded, mesh, held_out)
+    recipe = recipe_file.build(config, loaded, mesh, held_out, learn)
     batches = mix(config, fixed, drafted, learn, recipe, folder.path)
   tokens = sum(float(row["weights"].sum()) for row in rows)
   print(

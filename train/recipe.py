@@ -15,7 +15,7 @@ class Recipe(NamedTuple):
   """A way to train a draft, as functions.
 
   A recipe is a file of this folder with
-  `build(config, loaded, mesh, held_out) -> Recipe`.
+  `build(config, loaded, mesh, held_out, learn) -> Recipe` and `check(config)`.
 
   Attributes:
     init: `init(key) -> params`, what is trained, float32.

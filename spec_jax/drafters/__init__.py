@@ -3,6 +3,7 @@
 A file has `build(target, draft, *, slots, **options) -> Drafter`, whose
 keyword options are the drafter's settings, and `TAKES_DRAFT = True` if it asks
 a draft model, or a function of its options, `takes_draft(**options) -> bool`.
+`TAKES_HEADS` (or `takes_heads`) names the kind of trained heads its draft is.
 `TAKES_VOCABULARY_MAP = True` says that the draft's tokenizer may differ from
 the target's: `build` is then given a `vocabulary_map`, which is no option of
 the command line.
@@ -15,6 +16,7 @@ import pkgutil
 from typing import Any
 
 from spec_jax.base import Drafter, Model
+from spec_jax.heads import Heads
 from spec_jax.options import (
   check_known,
   check_options,
@@ -73,6 +75,26 @@ def takes_draft(name: str, options: Mapping[str, Any] | None = None) -> bool:
   return decides(**{k: v for k, v in (options or {}).items() if k in known})
 
 
+def takes_heads(
+  name: str, options: Mapping[str, Any] | None = None
+) -> str | None:
+  """Returns the kind of heads that a drafter takes as its draft, or None.
+
+  Args:
+    name: a file of this folder.
+    options: as of `takes_draft`.
+
+  Raises:
+    ValueError: if an option that decides is no drafter.
+  """
+  module = importlib.import_module(f"{__name__}.{name}")
+  decides = getattr(module, "takes_heads", None)
+  if decides is None:
+    return getattr(module, "TAKES_HEADS", None)
+  known = options_of(decides)
+  return decides(**{k: v for k, v in (options or {}).items() if k in known})
+
+
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
   """Reads a drafter with options, as they are given to another drafter.
 
@@ -119,7 +141,7 @@ def takes_vocabulary_map(name: str) -> bool:
 def build(
   name: str,
   target: Model,
-  draft: Model | None,
+  draft: Model | Heads | None,
   *,
   slots: int,
   vocabulary_map: VocabularyMap | None = None,

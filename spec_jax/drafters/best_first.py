@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spec_jax import growth
 from spec_jax.base import DETERMINISTIC, Context, Draft, Drafter, Model
 from spec_jax.draft_model import DraftModel, if_wanted, repeat_rows
-from spec_jax.drafting import CATCH_UP, dynamic_tree, root_token
+from spec_jax.drafting import dynamic_tree, root_token
 from spec_jax.sampling import add_counts
 
 TAKES_DRAFT = True
@@ -48,6 +48,13 @@ def build(
     ValueError: if there is no draft model or a number is out of range.
   """
   asks = DraftModel("best_first", target, draft, slots=slots)
+  return grown(asks, num_nodes=num_nodes, depth=depth, width=width)
+
+
+def grown(
+  asks: DraftModel, *, num_nodes: int, depth: int, width: int
+) -> Drafter:
+  """Builds a drafter of trees that grow, whoever is asked; see `build`."""
   for name, value, low in (
     ("num_nodes", num_nodes, 2),
     ("depth", depth, 1),
@@ -86,7 +93,7 @@ def build(
 
     def expand(level: growth.Level, block):
       B, W = level.tokens.shape
-      lead = jnp.broadcast_to(pending[:, None], (B, W, CATCH_UP))
+      lead = jnp.broadcast_to(pending[:, None], (B, W, asks.lead))
       position = (context.length - 1 + level.depth)[:, None]
       out = asks.read(
         params,
@@ -95,7 +102,7 @@ def build(
         reading.cache,
         block,
         jnp.concatenate([lead, level.visible], 2),
-        start=CATCH_UP + level.start,
+        start=asks.lead + level.start,
       )
       counts = add_counts(
         repeat_rows(context.counts, W),
@@ -116,8 +123,8 @@ def build(
 
   def propose(params, noise, cache, context: Context):
     B, N = context.length.shape[0], num_nodes
-    max_depth = asks.asked(context, depth)
-    size = CATCH_UP + num_read
+    max_depth = asks.asked(cache, context, depth)
+    size = asks.lead + num_read
     reading = asks.start(params, cache, context, size, max_depth > 0)
     root = jnp.full((B, 1), -1, jnp.int32)
     nothing = growth.Grown(
@@ -144,8 +151,8 @@ def build(
     reading, read = carry
     path = verdict.path[:, 1:]
     which = jnp.take_along_axis(read, jnp.maximum(path, 0), 1)
-    where = jnp.where((path >= 0) & (which >= 0), CATCH_UP + which, -1)
-    return asks.commit(reading, where, verdict.num_tokens > 0)
+    where = jnp.where((path >= 0) & (which >= 0), asks.lead + which, -1)
+    return asks.update(params, reading, where, verdict)
 
   return Drafter(
     init=asks.init,

@@ -163,7 +163,7 @@ class _Cascade:
   def propose(self, params, noise, state, context: Context):
     B, K, V = context.length.shape[0], self.tree.depth, self.asks.vocab_size
     N = K + 1
-    asked = self.asks.asked(context, K)
+    asked = self.asks.asked(state["model"], context, K)
     sampled = context.sampling.temperature is not None
     size = CATCH_UP - 1 + K * self.copies.num_nodes
     reading = self.asks.start(params, state["model"], context, size, asked > 0)

@@ -17,6 +17,7 @@ from spec_jax.combining import (
   ask,
   build_part,
   combined,
+  heads_taken,
   laws_of,
   tell,
   widen,
@@ -28,6 +29,13 @@ def takes_draft(
 ) -> bool:
   """Tells whether one of the two asks a draft model."""
   return any_takes_draft(first, second)
+
+
+def takes_heads(
+  *, first: str = "prompt_lookup", second: str = "vanilla"
+) -> str | None:
+  """Returns the kind of heads that one of the two takes, or None."""
+  return heads_taken(first, second)
 
 
 def build(

@@ -32,7 +32,7 @@ from spec_jax.draft_model import (
   own_temperature,
   repeat_rows,
 )
-from spec_jax.drafting import CATCH_UP, plan_tree, root_token, static_tree
+from spec_jax.drafting import plan_tree, root_token, static_tree
 from spec_jax.sampling import (
   draw,
   first_largest,
@@ -99,20 +99,28 @@ def build(
   trees.check_children(tree, target.config.vocab_size)
   if tree.depth < 1:
     raise ValueError("the tree must have a node below its root")
-  return _Vanilla(asks, tree, SIBLINGS[siblings], draft_temperature).drafter()
+  return StaticTree(asks, tree, SIBLINGS[siblings], draft_temperature).drafter()
 
 
-class _Vanilla:
+class StaticTree:
   """The closures of one drafter; holds static choices only, no arrays."""
 
-  def __init__(self, asks: DraftModel, tree, siblings, temperature):
+  def __init__(
+    self,
+    asks: DraftModel,
+    tree: Tree,
+    siblings: int,
+    temperature: float | None = None,
+  ):
+    """Takes who is asked, the tree and how siblings are drawn."""
     self.asks = asks
     self.tree = tree
-    self.plan = plan_tree(tree)
+    self.plan = plan_tree(tree, asks.lead)
     self.siblings = siblings
     self.temperature = temperature
 
   def drafter(self) -> Drafter:
+    """Returns the drafter."""
     return Drafter(
       init=self.asks.init,
       prefill=self.asks.prefill,
@@ -128,7 +136,7 @@ class _Vanilla:
   def propose(self, params, noise, cache, context: Context):
     B = context.length.shape[0]
     N, K, V = self.tree.num_nodes, self.tree.depth, self.asks.vocab_size
-    max_depth = self.asks.asked(context, K)
+    max_depth = self.asks.asked(cache, context, K)
     wanted = max_depth > 0
     size = self.plan.block_size
     reading = self.asks.start(params, cache, context, size, wanted)
@@ -172,7 +180,7 @@ class _Vanilla:
     """
     tokens, probs, block, allowed, _ = carry
     B = tokens.shape[0]
-    plan, C = self.plan, CATCH_UP
+    plan, C = self.plan, self.asks.lead
     out = self.asks.read_root(params, reading, context)
     tokens, probs, allowed = self._draw_children(
       out.logits,
@@ -279,11 +287,11 @@ class _Vanilla:
 
   def update(self, params, carry, draft, verdict, output):
     """Commits pending tokens, root and the accepted nodes that were read."""
-    del params, draft, output
+    del draft, output
     reading, num_read = carry
     path = verdict.path[:, 1:]
     node = jnp.maximum(path, 0)
     where = jnp.asarray(self.plan.block_index)[node]
     depth = jnp.asarray(self.tree.depths)[node]
     where = jnp.where((path >= 0) & (depth < num_read), where, -1)
-    return self.asks.commit(reading, where, verdict.num_tokens > 0)
+    return self.asks.update(params, reading, where, verdict)

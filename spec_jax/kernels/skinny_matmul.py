@@ -37,6 +37,8 @@ WEIGHTS = ("float32", "bfloat16")
 
 # Columns of a panel, as in the C++ source.
 _PANEL = 16
+# Parameters whose matrices products are made with, by the first name.
+_PRODUCTS = ("layers", "heads", "fc", "head", "embed")
 # Values packed at once: 16 MB of float32.
 _CHUNK = 4 << 20
 
@@ -251,7 +253,7 @@ def round_matrix(path: tuple, array, *, weights: str) -> Array:
 
 def _is_product(path: tuple, array) -> bool:
   """Tells whether a parameter is a matrix that products are made with."""
-  return array.ndim == 2 and path[0] in ("layers", "head", "embed")
+  return array.ndim == 2 and path[0] in _PRODUCTS
 
 
 def _pack_in_place(table: np.ndarray) -> Packed:
@@ -269,7 +271,7 @@ def _pack_in_place(table: np.ndarray) -> Packed:
 
 
 def pack_params(params: PyTree, *, weights: str = "float32") -> PyTree:
-  """Packs the parameters of a decoder for the kernel.
+  """Packs the parameters of a decoder, or of heads, for the kernel.
 
   Both sets exist until the caller drops the old one; a loader that must not
   hold both packs each parameter as it is read, with `make_packer`.
@@ -284,7 +286,7 @@ def pack_params(params: PyTree, *, weights: str = "float32") -> PyTree:
   Raises:
     ValueError: if layers are stacked, for a scan would copy each matrix.
   """
-  if isinstance(params["layers"], dict):
+  if isinstance(params.get("layers"), dict):
     raise ValueError("stacked layers cannot be packed; load without a scan")
   store = make_packer(weights)
 

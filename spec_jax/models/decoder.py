@@ -95,6 +95,8 @@ def stack_layers(params: PyTree) -> PyTree:
   return {**params, "layers": layers}
 
 
+# The tap that is the final normalised state.
+FINAL = -1
 # Of matrix products, unless asked for otherwise.
 PRECISION = "highest"
 
@@ -119,7 +121,7 @@ def build(
     scan_layers: one traced layer over stacked weights and caches.
     remat: recompute each layer in the backward pass.
     taps: which residual streams `Output.hidden` holds: after that many layers,
-      0 = embeddings. `()` = the final normalised hidden state.
+      0 = embeddings, `FINAL` = the final normalised state. `()` = that alone.
     precision: of matrix products (`jax.default_matmul_precision`); None leaves
       the device's default. "highest" makes float32 mean float32 on TPU and
       GPU, where one row would else be rounded otherwise than several; it costs
@@ -162,8 +164,9 @@ def _build(
   offset = 1.0 if c.norm == "rms_plus_one" else 0.0
   if scan_layers and len(set(c.windows)) > 1:
     raise ValueError(f"scanned layers differ in window: {c.windows}")
-  if any(not 0 <= t <= c.num_layers for t in taps):
+  if any(t != FINAL and not 0 <= t <= c.num_layers for t in taps):
     raise ValueError(f"taps {taps} are not in [0, {c.num_layers}]")
+  streams = [t for t in taps if t != FINAL]
 
   def norm(w, name, x):
     how = {"packed": kernels.is_packed(w)}
@@ -261,7 +264,7 @@ def _build(
       if new is not None:
         keys.append(new[0])
         values.append(new[1])
-    return x, [saved[t] for t in taps], (tuple(keys), tuple(values))
+    return x, [saved[t] for t in streams], (tuple(keys), tuple(values))
 
   def scan(layers, x, angles, masks, cache, block, start):
     def body(carry, xs):
@@ -269,14 +272,14 @@ def _build(
       w, kv_cache, kv_block, i = xs
       x, new = run_layer(w, x, angles, masks, kv_cache, kv_block, start)
       saved = [
-        jnp.where(i == t, x, s) for t, s in zip(taps, saved, strict=True)
+        jnp.where(i == t, x, s) for t, s in zip(streams, saved, strict=True)
       ]
       return (x, saved), new
 
     kv = pick(cache, 0), pick(block, 0)
     index = jnp.arange(1, c.num_layers + 1)
     (x, saved), new = lax.scan(
-      body, (x, [x for _ in taps]), (layers, *kv, index)
+      body, (x, [x for _ in streams]), (layers, *kv, index)
     )
     return x, saved, None if new is None else ((new[0],), (new[1],))
 
@@ -329,7 +332,8 @@ def _build(
       final = norm(params, "final_norm", x)
     if block is not None:
       block = Block(new[0], new[1], block.positions)
-    hidden = jnp.stack(saved if taps else [final], 2)
+    shown = dict(zip(streams, saved, strict=True)) | {FINAL: final}
+    hidden = jnp.stack([shown[t] for t in taps or (FINAL,)], 2)
     if logits_at is not None:
       if logits_at.shape[1] == 0:
         logits = jnp.zeros((B, 0, c.vocab_size), jnp.float32)
@@ -376,4 +380,15 @@ def _build(
       stacked=scan_layers,
     )
 
-  return Model(init, axes, init_cache, apply, embed, unembed, c)
+  def tap(taps):
+    return build(
+      config,
+      dtype=dtype,
+      cache_dtype=cache_dtype,
+      scan_layers=scan_layers,
+      remat=remat,
+      taps=tuple(taps),
+      precision=precision,
+    )
+
+  return Model(init, axes, init_cache, apply, embed, unembed, c, tap)

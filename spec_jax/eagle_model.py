@@ -1,0 +1,295 @@
+"""An EAGLE head where a drafter would ask a draft model.
+
+The head keeps a cache of pairs (`eagle.py`) of its own. What it has read with
+its own features is dropped after each step; the accepted pairs come again with
+the target's, and wait in a ring of the last `LEAD` until the head is asked, or
+until the ring is full and they are read in one pass. So a row that decodes
+plainly pays a pass of the head every few tokens, and never has more to catch
+up on.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from spec_jax import cache as cache_lib, eagle
+from spec_jax.base import (
+  Array,
+  Block,
+  Cache,
+  Chunk,
+  Context,
+  Model,
+  Output,
+  Verdict,
+)
+from spec_jax.draft_model import DraftModel, Reading
+from spec_jax.heads import check_heads
+from spec_jax.nodes import take_nodes
+
+# Pairs that wait at most: a CPU with the kernel reads 8 at the price of one.
+LEAD = 8
+
+
+@flax.struct.dataclass
+class EagleState:
+  """A row's pairs.
+
+  Attributes:
+    cache: of the pairs that were read; `length` is their number.
+    features: `[B, LEAD, A * D]`, of the last pairs; pair `i` at `i % LEAD`.
+    tokens: `[B, LEAD]` int32, their tokens.
+  """
+
+  cache: Cache
+  features: Array
+  tokens: Array
+
+
+@flax.struct.dataclass
+class EagleBlock:
+  """A block, and the head's own features at its nodes.
+
+  Attributes:
+    block: keys and values.
+    features: `[B, N, D]`.
+  """
+
+  block: Block
+  features: Array
+
+
+class EagleModel(DraftModel):
+  """What `DraftModel` is for a model; holds no arrays."""
+
+  lead = LEAD
+
+  def __init__(self, name: str, target: Model, draft: Any, *, slots: int):
+    """Takes the target and the head; see `DraftModel`.
+
+    Raises:
+      ValueError: if there is no EAGLE head.
+    """
+    self.heads = check_heads(name, draft, "eagle")
+    config = self.heads.config
+    self.target = target
+    self.slots = min(slots, config.max_length)
+    self.vocab_size = target.config.vocab_size
+    self.layer = eagle.make_layer(config)
+
+  def init(self, batch: int) -> EagleState:
+    """Returns a state without pairs."""
+    width = self.heads.config.feature_width
+    return EagleState(
+      cache=eagle.init_cache(self.heads, batch, self.slots),
+      features=jnp.zeros((batch, LEAD, width), self.heads.dtype),
+      tokens=jnp.zeros((batch, LEAD), jnp.int32),
+    )
+
+  def _apply(self, params, tokens, features, positions, cache, block, *rest):
+    embeds = self.target.embed(params["target"], tokens)
+    return self.heads.apply(
+      params["draft"],
+      embeds.astype(self.heads.dtype),
+      features,
+      positions,
+      cache,
+      block,
+      *rest,
+    )
+
+  def _logits(self, params, state: Array) -> Array:
+    """Returns `[..., V]` logits over the target's vocabulary."""
+    own, words = params["draft"], self.heads.config.words
+    logits = words.logits(own, self.target, params["target"], state)
+    return words.to_target(own, logits)
+
+  # --- drafting -------------------------------------------------------------
+
+  def asked(self, state: EagleState, context: Context, depth: int) -> Array:
+    """Returns `[B]`, how deep each row may draft.
+
+    0 without a pair (a text of one token), or where the cache was too short
+    for the text.
+    """
+    asked = jnp.minimum(context.max_depth, depth)
+    waiting = context.length - 1 - state.cache.length
+    able = (context.length >= 2) & (waiting >= 0) & (waiting <= LEAD)
+    able = able & (context.length + asked <= self.slots)
+    return jnp.where(able, asked, 0)
+
+  def start(
+    self, params, state: EagleState, context: Context, size, wanted
+  ) -> Reading:
+    """Returns an empty reading; the last pair lies at node `LEAD - 1`."""
+    del params
+    B = wanted.shape[0]
+    width = self.heads.config.width
+    return Reading(
+      cache=state,  # type: ignore[arg-type]
+      block=EagleBlock(  # type: ignore[arg-type]
+        cache_lib.empty_block(state.cache, size),
+        jnp.zeros((B, size, width), self.heads.dtype),
+      ),
+      begin=context.length - 1 - LEAD,
+      grown=wanted.any(),
+    )
+
+  def pending(self, reading: Reading) -> Array:
+    """Returns `[B, LEAD]` bool, first nodes of the block to be read."""
+    pairs = reading.begin[:, None] + jnp.arange(LEAD)[None]
+    return pairs >= reading.cache.cache.length[:, None]  # type: ignore
+
+  def read_root(self, params, reading, context, nodes=None) -> Output:
+    """Reads the waiting pairs; logits at the last, `[B, 1, V]`."""
+    assert nodes is None
+    state, block = reading.cache, reading.block
+    pairs = reading.begin[:, None] + jnp.arange(LEAD)[None]
+    tokens, features = self._waiting(params, state, pairs)
+    size = block.block.positions.shape[1]
+    causal = jnp.tril(jnp.ones((LEAD, LEAD), bool))[None]
+    sees = causal & self.pending(reading)[:, None]
+    visible = jnp.zeros((tokens.shape[0], LEAD, size), bool)
+    visible = visible.at[:, :, :LEAD].set(sees)
+    out = self._apply(
+      params, tokens, features, pairs, state.cache, block.block, visible
+    )
+    own = cache_lib.write_nodes(block.features, out.feature, 0)
+    return Output(
+      logits=self._logits(params, out.state[:, -1:]),
+      hidden=out.feature[:, :, None],
+      block=EagleBlock(out.block, own),  # type: ignore[arg-type]
+    )
+
+  def read(
+    self, params, tokens, positions, cache, block, visible, *, start=0, **kwargs
+  ) -> Output:
+    """Reads drafted tokens, each with its parent's own feature."""
+    assert not kwargs
+    pairs = positions - 1
+    there = block.block.positions
+    before = visible & (there[:, None] == pairs[..., None] - 1)
+    # Nodes from `start` on are not written yet.
+    before = before & (jnp.arange(there.shape[1]) < start)[None, None]
+    # The root's pair is not to be seen once it is in the cache.
+    parent = jnp.where(before.any(-1), jnp.argmax(before, -1), LEAD - 1)
+    out = self._apply(
+      params,
+      tokens,
+      take_nodes(block.features, parent),
+      pairs,
+      cache.cache,
+      block.block,
+      visible,
+      start,
+    )
+    own = cache_lib.write_nodes(block.features, out.feature, start)
+    return Output(
+      logits=self._logits(params, out.state),
+      hidden=out.feature[:, :, None],
+      block=EagleBlock(out.block, own),  # type: ignore[arg-type]
+    )
+
+  # --- the text goes on -----------------------------------------------------
+
+  def _waiting(self, params, state: EagleState, pairs):
+    """Returns tokens and fused features of pairs that are in the ring."""
+    slot = pairs % LEAD
+    features = self.layer.fuse(
+      params["draft"], take_nodes(state.features, slot)
+    )
+    return take_nodes(state.tokens, slot), features
+
+  def prefill(self, params, state: EagleState, chunk: Chunk, output):
+    """Reads the pairs of a piece of the prompt."""
+    index = jnp.minimum(chunk.positions + 1, chunk.all_tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(chunk.all_tokens, index, 1)
+    first = chunk.positions[:, 0]
+    return self._add(params, state, first, output.hidden, tokens, chunk.num, 0)
+
+  def update(self, params, reading: Reading, where, verdict: Verdict):
+    """Keeps what was read of the text, and adds the pairs of what is new."""
+    del where  # keys of its own features are dropped
+    state: Any = reading.cache
+    running = verdict.num_tokens > 0
+    pairs = reading.begin + LEAD  # that there were
+    waiting = pairs - state.cache.length
+    num = jnp.where(running & reading.grown, waiting, 0)
+    num = jnp.clip(num, 0, jnp.minimum(LEAD, self.slots - state.cache.length))
+    path = LEAD - waiting[:, None] + jnp.arange(LEAD)[None]
+    cache = cache_lib.commit(
+      state.cache,
+      reading.block.block,  # type: ignore[attr-defined]
+      jnp.clip(path, 0, LEAD - 1),
+      num,
+    )
+    return self._add(
+      params,
+      state.replace(cache=cache),
+      pairs,
+      verdict.hidden,
+      verdict.tokens,
+      verdict.num_tokens,
+      LEAD,
+    )
+
+  def _add(self, params, state, first_B, hidden_BJAD, tokens_BJ, num_B, most):
+    """Adds new pairs; reads those that wait where they would be too many.
+
+    Args:
+      params: see `Drafter`.
+      state: of the pairs so far.
+      first_B: number of the first new pair.
+      hidden_BJAD: the target's features.
+      tokens_BJ: the tokens after them.
+      num_B: new pairs of each row.
+      most: pairs that may wait afterwards.
+    """
+    B, J = tokens_BJ.shape
+    tokens_BJ = jnp.maximum(tokens_BJ, 0)
+    features = hidden_BJAD.reshape(B, J, -1).astype(state.features.dtype)
+    waiting = first_B - state.cache.length
+    room = self.slots - state.cache.length
+    # A row whose cache was too short has a gap, and is not asked any more.
+    sound = (waiting >= 0) & (waiting <= LEAD)
+    reads = (num_B > 0) & sound & (waiting + num_B > most) & (room > 0)
+
+    def read(cache):
+      old = first_B[:, None] - LEAD + jnp.arange(LEAD)[None]
+      before, fused = self._waiting(params, state, old)
+      tokens = jnp.concatenate([before, tokens_BJ], 1)
+      new = self.layer.fuse(params["draft"], features)
+      pairs = first_B[:, None] - LEAD + jnp.arange(LEAD + J)[None]
+      good = (pairs >= cache.length[:, None]) & (
+        pairs < (first_B + num_B)[:, None]
+      )
+      causal = jnp.tril(jnp.ones((LEAD + J, LEAD + J), bool))[None]
+      out = self._apply(
+        params,
+        tokens,
+        jnp.concatenate([fused, new], 1),
+        pairs,
+        cache,
+        cache_lib.empty_block(cache, LEAD + J),
+        causal & good[:, None],
+      )
+      path = LEAD - waiting[:, None] + jnp.arange(LEAD + J)[None]
+      path = cache_lib.after_pass(
+        jnp.clip(path, 0, LEAD + J - 1), out.feature[:, :, None]
+      )
+      num = jnp.where(reads, jnp.minimum(waiting + num_B, room), 0)
+      return cache_lib.commit(cache, out.block, path, num)
+
+    cache = lax.cond(reads.any(), read, lambda cache: cache, state.cache)
+    j = jnp.arange(J)[None]
+    kept = (j < num_B[:, None]) & (j >= num_B[:, None] - LEAD)
+    slot = jnp.where(kept, (first_B[:, None] + j) % LEAD, LEAD)
+    put = jax.vmap(lambda old, at, new: old.at[at].set(new, mode="drop"))
+    return EagleState(
+      cache=cache,
+      features=put(state.features, slot, features),
+      tokens=put(state.tokens, slot, tokens_BJ),
+    )

@@ -1,0 +1,360 @@
+"""Trains an EAGLE head on a frozen target.
+
+Version 1 learns the target's next feature (smooth L1) and, with less weight,
+the target's law; noise is added to the features it reads. Version 3 learns the
+target's law alone, by training-time test: `steps` passes, of which each reads
+the features that the one before made, as the head does when it drafts. In pass
+`s` the pair at place `i` stands for the `s`-th of a chain that began at `i`: it
+sees the target's features up to `i` and its own chain's after that. Its token
+is the data's, not the head's.
+
+A position whose likeliest token is no word of the head teaches nothing.
+
+Reference: Li et al. 2024 (EAGLE, section 3.2), 2025 (EAGLE-3, section 3).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import eagle, sharding, trained, trained_draft
+from spec_jax.base import Array, Model
+from spec_jax.heads import Heads
+from spec_jax.hub import Loaded
+from spec_jax.models.decoder import FINAL
+from spec_jax.trained_draft import BuiltDraft
+from train import losses
+from train.measure import HeldOut, cast
+from train.recipe import Recipe
+from train.records import Example
+from train.words import check_words, choose_words
+
+__all__ = ["attend_chains", "build", "check", "make_loss", "pairs_of"]
+
+_MASKED = -1e30  # finite: a row that sees nothing must not become NaN
+
+
+def check(config: Any) -> None:
+  """Checks what can be known before the target is read.
+
+  Raises:
+    ValueError: naming the field, its range and what it got.
+  """
+  draft, loss = config.draft, config.loss
+  if draft.version not in eagle.VERSIONS:
+    raise ValueError(f"draft.version must be 1 or 3, got {draft.version}")
+  check_words(draft)
+  if draft.ffn_width < 0:
+    raise ValueError(
+      f"draft.ffn_width must be at least 0, got {draft.ffn_width}"
+    )
+  if not 1 <= loss.steps <= 16:
+    raise ValueError(f"loss.steps must be in [1, 16], got {loss.steps}")
+  if draft.version == 1 and loss.steps > 1:
+    raise ValueError(
+      f"version 1 is trained with loss.steps=1, got {loss.steps}"
+    )
+  if not 0 < loss.step_decay <= 1:
+    raise ValueError(
+      f"loss.step_decay must be in (0, 1], got {loss.step_decay}"
+    )
+  for name in ("law_weight", "noise"):
+    if loss[name] < 0:
+      raise ValueError(f"loss.{name} must be at least 0, got {loss[name]}")
+  if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
+    raise ValueError(
+      f"loss.chunk must divide data.length {config.data.length}, got "
+      f"{loss.chunk}"
+    )
+  if config.dtype_saved not in ("bfloat16", "float32"):
+    raise ValueError(
+      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
+    )
+
+
+def later(x: Array, k: int) -> Array:
+  """Returns `x: [B, T, ...]` moved `k` places to the front, zeros behind."""
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (0, k)
+  return jnp.pad(x[:, k:], widths)
+
+
+def pairs_of(batch: dict[str, Array], s: int) -> tuple[Array, Array]:
+  """Returns the tokens of pass `s` and the weights of what follows them.
+
+  Place `i` holds the token `i + s + 1`, and is to say the law of the token
+  after it, which counts if it is part of an answer of the same example.
+
+  Args:
+    batch: see `data.pack`.
+    s: pass, from 0.
+
+  Returns:
+    (tokens `[B, T]`, weights `[B, T]`).
+  """
+  segment = batch["segment_ids"]
+  same = (later(segment, s + 1) == segment) & (segment > 0)
+  weights = jnp.where(same, later(batch["weights"], s + 1), 0.0)
+  return later(batch["tokens"], s + 1), weights
+
+
+def attend_chains(
+  q: Array,
+  keys: Sequence[Array],
+  values: Sequence[Array],
+  visible: Array,
+  scale: float,
+) -> Array:
+  """Attends over the pairs of the text and over each place's own chain.
+
+  Args:
+    q: `[B, T, H, E]` of the last pass.
+    keys: of each pass, `[B, T, G, E]`; those of pass 0 are seen by `visible`,
+      of later ones each place sees its own.
+    values: like `keys`.
+    visible: `[B, T, T]` bool.
+    scale: of the scores.
+
+  Returns:
+    `[B, T, H * E]`.
+  """
+  B, T, H, E = q.shape
+  G = keys[0].shape[2]
+  q = q.reshape(B, T, G, H // G, E).astype(jnp.float32)
+  whole = jnp.einsum("btghe,bsge->bghts", q, keys[0].astype(jnp.float32))
+  whole = jnp.where(visible[:, None, None], whole * scale, _MASKED)
+  own = [
+    jnp.einsum("btghe,btge->bght", q, k.astype(jnp.float32)) * scale
+    for k in keys[1:]
+  ]
+  both = jnp.concatenate([whole, *(x[..., None] for x in own)], -1)
+  weights = jax.nn.softmax(both, -1)
+  out = jnp.einsum(
+    "bghts,bsge->btghe", weights[..., :T], values[0].astype(jnp.float32)
+  )
+  for s, v in enumerate(values[1:]):
+    share = jnp.moveaxis(weights[..., T + s], 3, 1)  # [B, T, G, H / G]
+    out = out + share[..., None] * v.astype(jnp.float32)[:, :, :, None]
+  return out.reshape(B, T, H * E)
+
+
+def shown(target: Model, heads: Heads) -> Model:
+  """Returns the target that shows a head's taps, and its final state last.
+
+  Raises:
+    ValueError: if it shows no layers.
+  """
+  if not heads.config.taps:
+    return target
+  if target.tap is None:
+    raise ValueError("this target shows no layers: train version 1")
+  return target.tap((*heads.config.taps, FINAL))
+
+
+def make_loss(
+  target: Model,
+  heads: Heads,
+  *,
+  steps: int = 1,
+  step_decay: float = 0.8,
+  law_weight: float = 0.1,
+  noise: float = 0.0,
+  chunk: int = 0,
+):
+  """Makes the recipe's loss, see `Recipe.loss`.
+
+  Args:
+    target: whose parameters are the frozen ones, see `shown`.
+    heads: what is trained.
+    steps: passes of version 3, `S`.
+    step_decay: weight of pass `s` is `step_decay ** s`; the paper takes .8.
+    law_weight: of version 1, of the law beside the feature; the paper takes .1.
+    noise: of version 1, the largest that is added to a feature.
+    chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+  """
+  config = heads.config
+  layer = eagle.make_layer(config)
+  version = config.version
+
+  def loss(params, frozen, batch, key):
+    own = {**frozen["words"], **cast(params, heads.dtype)}
+    theirs = frozen["target"]
+    B, T = batch["tokens"].shape
+    out = target.apply(
+      theirs,
+      batch["tokens"],
+      positions_BT=batch["positions"],
+      segment_ids=batch["segment_ids"],
+      logits_at=jnp.zeros((B, 0), jnp.int32),
+    )
+    taps = jax.lax.stop_gradient(out.hidden)
+    final = taps[:, :, -1]
+    features = taps[:, :, : taps.shape[2] - (version == 3)]
+    features = features.reshape(B, T, -1)
+    if version == 1 and noise:
+      spread = jax.random.uniform(key, features.shape, minval=-1, maxval=1)
+      features = features + noise * spread.astype(features.dtype)
+    segment = batch["segment_ids"]
+    visible = (segment[:, :, None] == segment[:, None]) & jnp.tril(
+      jnp.ones((T, T), bool)
+    )[None]
+    feature = layer.fuse(own, features)
+    keys, values, total = [], [], {}
+    for s in range(steps):
+      tokens, weights = pairs_of(batch, s)
+      embeds = target.embed(theirs, tokens).astype(heads.dtype)
+      made = layer.project(own, embeds, feature, batch["positions"] + s)
+      keys.append(made.k)
+      values.append(made.v)
+      y = attend_chains(made.q, keys, values, visible, layer.scale)
+      y = y.astype(made.residual.dtype)
+      feature, state = layer.finish(own, made.residual, y)
+      found = judge(own, theirs, feature, state, final, weights, s)
+      scale = step_decay**s
+      total["loss"] = total.get("loss", 0.0) + scale * found.pop("loss")
+      if s:
+        total[f"acceptance_{s + 1}"] = found["acceptance"]
+      else:
+        total |= found
+    return total.pop("loss"), total
+
+  def judge(own, theirs, feature, state, final, weights, s):
+    """Compares a pass with the target's own states, `s + 1` places on."""
+    mine = config.words
+
+    def piece(x):
+      logits = jax.lax.stop_gradient(target.unembed(theirs, x["final"]))
+      if mine.mapped:
+        logits, counted = losses.keep_ids(logits, own["ids"], x["weights"])
+      elif mine.size < mine.target_size:
+        ids = jnp.arange(mine.size)
+        logits, counted = losses.keep_ids(logits, ids, x["weights"])
+      else:
+        counted = x["weights"]
+      guess = mine.logits(own, target, theirs, x["state"])
+      value, alpha = losses.divergence("forward_kl", logits, guess, counted)
+      agree = logits.argmax(-1) == guess.argmax(-1)
+      found = {
+        "loss": value.sum(),
+        "acceptance": alpha.sum(),
+        "agreement": (agree * counted).sum(),
+        "tokens": x["weights"].sum(),
+      }
+      if version == 1:
+        away = x["feature"].astype(jnp.float32) - x["final"].astype(jnp.float32)
+        away = jnp.where(x["weights"][..., None] != 0, away, 0.0)
+        size = jnp.abs(away)
+        smooth = jnp.where(size < 1, 0.5 * away**2, size - 0.5).mean(-1)
+        found["feature_loss"] = (smooth * x["weights"]).sum()
+        found["loss"] = found["feature_loss"] + law_weight * found["loss"]
+      return found
+
+    arrays = {
+      "final": later(final, s + 1),
+      "feature": feature,
+      "state": state,
+      "weights": weights,
+    }
+    return losses.sum_chunks(piece, arrays, chunk)
+
+  return loss
+
+
+def build(
+  config: Any,
+  loaded: Loaded,
+  mesh: Any,
+  held_out: Sequence[Sequence[int]],
+  learn: Sequence[Example] = (),
+) -> Recipe:
+  """Builds the recipe.
+
+  Args:
+    config: see configs/eagle.py.
+    loaded: the target, its parameters plain arrays.
+    mesh: of axes 'data' and 'model', or None.
+    held_out: prompts for the decoder, as token ids.
+    learn: the examples, to count words.
+
+  Raises:
+    ValueError: see `check`; or if the target cannot have such a head.
+  """
+  check(config)
+  target, frozen = loaded.model, loaded.params
+  words, ids = choose_words(config.draft, target.config.vocab_size, learn)
+  heads = eagle.build(
+    eagle.config_of(
+      target.config,
+      config.draft.version,
+      words,
+      taps=tuple(config.draft.taps),
+      ffn_width=config.draft.ffn_width,
+    ),
+    dtype=frozen["final_norm"].dtype,
+  )
+  saved = jnp.dtype(config.dtype_saved)
+  fixed = {} if ids is None else {"ids": ids}
+  _, with_words = trained_draft.build_heads(heads, dict(fixed), loaded)
+  trained_names = [n for n in heads.axes() if n not in ("head", "ids")]
+
+  def init(key):
+    start = cast(heads.init(key), jnp.float32)
+    return {name: start[name] for name in trained_names}
+
+  def shardings(mesh):
+    own = sharding.params_shardings(heads, mesh, replicate=True)
+    return (
+      {name: own[name] for name in trained_names},
+      {
+        "target": sharding.params_shardings(target, mesh),
+        "words": {name: own[name] for name in with_words},
+      },
+    )
+
+  asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
+
+  def measure(params) -> dict[str, float]:
+    own = cast(cast(params, saved), heads.dtype)
+    draft = BuiltDraft(heads, {**with_words, **own})
+    options = {
+      name: config.eval[name] for name in ("num_nodes", "depth", "width")
+    }
+    return asked.rates("eagle", draft, options)
+
+  def save(params, folder: Path, info: dict[str, Any]) -> None:
+    tensors = {
+      name: np.asarray(x)
+      for name, x in trained.flatten(cast(params, saved)).items()
+    }
+    if ids is not None:
+      tensors["ids"] = np.asarray(ids)
+    c = heads.config
+    own = {
+      "version": c.version,
+      "taps": list(c.taps),
+      "ffn_width": c.ffn_width,
+      "fc_bias": c.fc_bias,
+      **trained_draft.words_info(words),
+    }
+    trained.save(folder, "eagle", tensors, {"heads": own, **info})
+
+  return Recipe(
+    init=init,
+    loss=make_loss(
+      shown(target, heads),
+      heads,
+      steps=config.loss.steps,
+      step_decay=config.loss.step_decay,
+      law_weight=config.loss.law_weight,
+      noise=config.loss.noise,
+      chunk=config.loss.chunk,
+    ),
+    frozen={"target": frozen, "words": with_words},
+    shardings=shardings,
+    measure=measure if held_out else None,
+    save=save,
+  )

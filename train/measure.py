@@ -1,0 +1,69 @@
+"""What recipes share that measure their draft with the real decoder."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.base import PyTree
+from spec_jax.generate import Generation, generate
+from spec_jax.hub import Loaded
+from spec_jax.settings import Settings
+
+__all__ = ["HeldOut", "cast", "rows_for"]
+
+
+def rows_for(count: int, most: int, mesh: Any) -> int:
+  """Returns the rows of a batch for so many prompts, a mesh's multiple."""
+  rows = 1 if mesh is None else mesh.shape["data"]
+  return -(-min(most, count) // rows) * rows
+
+
+class HeldOut(NamedTuple):
+  """Prompts that are not trained on, and how they are decoded.
+
+  Attributes:
+    loaded: the target.
+    prompts: token ids.
+    eval: `config.eval`.
+    seed: of what is sampled.
+    mesh: or None.
+  """
+
+  loaded: Loaded
+  prompts: Sequence[Sequence[int]]
+  eval: Any
+  seed: int
+  mesh: Any
+
+  def decode(self, **how) -> Generation:
+    """Decodes all prompts; `how` is given to `generate`."""
+    return generate(
+      self.loaded,
+      self.prompts,
+      settings=Settings(
+        temperature=self.eval.temperature,
+        max_new_tokens=self.eval.max_new_tokens,
+      ),
+      batch_size=rows_for(len(self.prompts), self.eval.batch_size, self.mesh),
+      seed=self.seed,
+      mesh=self.mesh,
+      **how,
+    )
+
+  def rates(
+    self, drafter: str, draft: Any, options: Mapping[str, Any]
+  ) -> dict[str, float]:
+    """Returns what a draft reaches: "emitted_per_step" and the rest."""
+    out = self.decode(drafter=drafter, draft=draft, options=options)
+    names = ("emitted_per_step", "acceptance_rate")
+    return {name: float(out.report[name]) for name in names}
+
+
+def cast(params: PyTree, dtype) -> PyTree:
+  """Returns floating arrays in a dtype; others as they are."""
+  return jax.tree.map(
+    lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+    params,
+  )
