@@ -11,7 +11,7 @@ that it drafts in the same step.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import lax
@@ -53,6 +53,56 @@ class Reading(NamedTuple):
   block: Block
   begin: Array
   grown: Array
+
+
+class Asked(Protocol):
+  """Whoever a drafter of trees asks: a model, or a head beside the target.
+
+  `state` is what it keeps of a row; `reading`, `block` and `state` pass from
+  one method to the next and are nobody else's. See `DraftModel`.
+
+  Attributes:
+    lead: first nodes of a block, which hold what is pending and the root.
+    vocab_size: `V`, the target's.
+  """
+
+  lead: int
+  vocab_size: int
+
+  @property
+  def read(self) -> Callable[..., Output]:
+    """`read(params, tokens, positions, state, block, visible, start=0)`.
+
+    Reads nodes `start ..` of the block, their ancestors being read.
+    """
+
+  def init(self, batch: int) -> Any:
+    """Returns the state of rows without text."""
+
+  def prefill(self, params, state: Any, chunk: Chunk, output) -> Any:
+    """Reads a piece of the prompt, as `Drafter.prefill`."""
+
+  def asked(self, state: Any, context: Context, depth: int) -> Array:
+    """Returns `[B]`, how deep each row may draft."""
+
+  def start(
+    self, params, state: Any, context: Context, size: int, wanted: Array
+  ) -> Any:
+    """Returns an empty reading with a block of so many nodes."""
+
+  def read_root(self, params, reading: Any, context: Context) -> Output:
+    """Reads up to the root; returns logits `[B, 1, V]` there, and the block."""
+
+  def scores(
+    self, logits: Array, sampling: Sampling, counts: Counts | None
+  ) -> Array:
+    """Returns `[B, V]` processed logits over the target's vocabulary."""
+
+  def pending(self, reading: Any) -> Array:
+    """Returns `[B, lead]` bool, first nodes of the block that are seen."""
+
+  def update(self, params, reading: Any, where: Array, verdict: Verdict) -> Any:
+    """Returns the state after a step; `where` the accepted nodes were read."""
 
 
 class DraftModel:
@@ -294,7 +344,7 @@ def check_temperature(temperature: float | None) -> None:
     )
 
 
-def if_wanted(reading: Reading, grow: Callable, start):
+def if_wanted(reading: Any, grow: Callable, start):
   """Runs `grow(start)` where a row wants a draft, else returns `start`."""
   return lax.cond(reading.grown, grow, lambda carry: carry, start)
 

@@ -16,6 +16,7 @@ output matrix.
 Reference: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3).
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -180,9 +181,9 @@ class Layer(NamedTuple):
     scale: of the scores.
   """
 
-  fuse: object
-  project: object
-  finish: object
+  fuse: Callable[..., Array]
+  project: Callable[..., Projected]
+  finish: Callable[..., tuple[Array, Array]]
   scale: float
 
 

@@ -8,7 +8,8 @@ plainly pays a pass of the head every few tokens, and never has more to catch
 up on.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -22,13 +23,15 @@ from spec_jax.base import (
   Cache,
   Chunk,
   Context,
+  Counts,
   Model,
   Output,
+  Sampling,
   Verdict,
 )
-from spec_jax.draft_model import DraftModel, Reading
 from spec_jax.heads import check_heads
 from spec_jax.nodes import take_nodes
+from spec_jax.sampling import scores
 
 # Pairs that wait at most: a CPU with the kernel reads 8 at the price of one.
 LEAD = 8
@@ -62,13 +65,33 @@ class EagleBlock:
   features: Array
 
 
-class EagleModel(DraftModel):
-  """What `DraftModel` is for a model; holds no arrays."""
+class Reading(NamedTuple):
+  """What a head read in one step.
+
+  Attributes:
+    cache: the state before the step.
+    block: read since; the last pair of the text lies at node `LEAD - 1`.
+    begin: `[B]` number of the pair at node 0.
+    grown: bool scalar, whether anything was read.
+  """
+
+  cache: EagleState
+  block: EagleBlock
+  begin: Array
+  grown: Array
+
+
+class EagleModel:
+  """An `Asked`; holds no arrays.
+
+  Attributes:
+    lead: see `Asked`.
+  """
 
   lead = LEAD
 
   def __init__(self, name: str, target: Model, draft: Any, *, slots: int):
-    """Takes the target and the head; see `DraftModel`.
+    """Takes the target and the head; `slots` is `S`.
 
     Raises:
       ValueError: if there is no EAGLE head.
@@ -107,6 +130,12 @@ class EagleModel(DraftModel):
     logits = words.logits(own, self.target, params["target"], state)
     return words.to_target(own, logits)
 
+  def scores(
+    self, logits: Array, sampling: Sampling, counts: Counts | None
+  ) -> Array:
+    """Returns `[B, V]` processed logits."""
+    return scores(logits, sampling, counts)
+
   # --- drafting -------------------------------------------------------------
 
   def asked(self, state: EagleState, context: Context, depth: int) -> Array:
@@ -129,8 +158,8 @@ class EagleModel(DraftModel):
     B = wanted.shape[0]
     width = self.heads.config.width
     return Reading(
-      cache=state,  # type: ignore[arg-type]
-      block=EagleBlock(  # type: ignore[arg-type]
+      cache=state,
+      block=EagleBlock(
         cache_lib.empty_block(state.cache, size),
         jnp.zeros((B, size, width), self.heads.dtype),
       ),
@@ -141,11 +170,11 @@ class EagleModel(DraftModel):
   def pending(self, reading: Reading) -> Array:
     """Returns `[B, LEAD]` bool, first nodes of the block to be read."""
     pairs = reading.begin[:, None] + jnp.arange(LEAD)[None]
-    return pairs >= reading.cache.cache.length[:, None]  # type: ignore
+    return pairs >= reading.cache.cache.length[:, None]
 
-  def read_root(self, params, reading, context, nodes=None) -> Output:
+  def read_root(self, params, reading: Reading, context) -> Output:
     """Reads the waiting pairs; logits at the last, `[B, 1, V]`."""
-    assert nodes is None
+    del context
     state, block = reading.cache, reading.block
     pairs = reading.begin[:, None] + jnp.arange(LEAD)[None]
     tokens, features = self._waiting(params, state, pairs)
@@ -165,10 +194,9 @@ class EagleModel(DraftModel):
     )
 
   def read(
-    self, params, tokens, positions, cache, block, visible, *, start=0, **kwargs
+    self, params, tokens, positions, state, block, visible, *, start=0
   ) -> Output:
     """Reads drafted tokens, each with its parent's own feature."""
-    assert not kwargs
     pairs = positions - 1
     there = block.block.positions
     before = visible & (there[:, None] == pairs[..., None] - 1)
@@ -181,7 +209,7 @@ class EagleModel(DraftModel):
       tokens,
       take_nodes(block.features, parent),
       pairs,
-      cache.cache,
+      state.cache,
       block.block,
       visible,
       start,
@@ -213,7 +241,7 @@ class EagleModel(DraftModel):
   def update(self, params, reading: Reading, where, verdict: Verdict):
     """Keeps what was read of the text, and adds the pairs of what is new."""
     del where  # keys of its own features are dropped
-    state: Any = reading.cache
+    state = reading.cache
     running = verdict.num_tokens > 0
     pairs = reading.begin + LEAD  # that there were
     waiting = pairs - state.cache.length
@@ -222,13 +250,13 @@ class EagleModel(DraftModel):
     path = LEAD - waiting[:, None] + jnp.arange(LEAD)[None]
     cache = cache_lib.commit(
       state.cache,
-      reading.block.block,  # type: ignore[attr-defined]
+      reading.block.block,
       jnp.clip(path, 0, LEAD - 1),
       num,
     )
     return self._add(
       params,
-      state.replace(cache=cache),
+      dataclasses.replace(state, cache=cache),
       pairs,
       verdict.hidden,
       verdict.tokens,

@@ -49,11 +49,11 @@ def _on_model(config: Any, size: int) -> frozenset[str]:
   )
 
 
-def params_shardings(model: Model, mesh: Mesh, *, replicate=False) -> PyTree:
+def params_shardings(model: Any, mesh: Mesh, *, replicate=False) -> PyTree:
   """Returns a sharding for each parameter of a model.
 
   Args:
-    model: whose `axes()` name each dimension.
+    model: a `Model` or `Heads`, whose `axes()` name each dimension.
     mesh: of axes 'data' and 'model'.
     replicate: keep a whole copy on every device (small drafts).
   """

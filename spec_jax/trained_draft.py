@@ -131,7 +131,11 @@ def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
   card = trained.read_card(path, loaded, ("layers", *_BUILDERS))
   try:
     model, shared = _MODELS[card.kind](card.info, loaded)
-  except (ValueError, TypeError, KeyError) as error:
+  except KeyError as error:
+    raise LoadError(
+      f"{card.folder / trained.CARD} lacks the field {error}"
+    ) from error
+  except (ValueError, TypeError) as error:
     raise LoadError(f"{card.folder / trained.CARD}: {error}") from error
   shapes = trained.flatten(
     jax.eval_shape(lambda: model.init(jax.random.key(0)))

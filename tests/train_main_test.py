@@ -178,7 +178,7 @@ def _damage(draft, how):
   elif how == "card":
     (draft / trained.CARD).write_text('{"format": 1')
   elif how == "kind":
-    card["kind"] = "medusa"
+    card["kind"] = "other"
   elif how == "layers":
     card["layers"] = [0, 1]
   elif how == "tokenizer":
@@ -197,7 +197,7 @@ def _damage(draft, how):
     ("width", "another target .* its width is 999, that of .* is 32"),
     ("weights", "is missing or damaged"),
     ("card", "is no card of a trained draft"),
-    ("kind", "of kind 'medusa', not layers"),
+    ("kind", "of kind 'other', not layers or medusa or eagle"),
     ("layers", r"tensor layers\.1\..* has shape None"),
   ],
 )

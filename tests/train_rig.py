@@ -1,5 +1,7 @@
 """A tiny distillation without commands: what the training tests share."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -7,7 +9,7 @@ from spec_jax import pairing, sharding, trained_draft
 from spec_jax.models import decoder
 from spec_jax.rope import Rope
 from tests import fakes
-from train import data, distill, loop
+from train import data, distill, eagle, loop, medusa
 from train.checkpoint import Checkpoints
 from train.recipe import Recipe
 from train.records import Example
@@ -65,6 +67,54 @@ def recipe(pair, *, name: str = "forward_kl", **change) -> Recipe:
     save=lambda params, folder, info: None,
   )
   return found._replace(**change)
+
+
+def heads_recipe(kind: str, pair, *, version: int = 3, ids=None) -> Recipe:
+  """Returns a recipe that trains heads from where training starts."""
+  model, params = pair
+  made, drawn = fakes.heads_of(kind, pair, version=version, ids=ids)
+  words = {n: x for n, x in drawn.items() if n in ("head", "ids")}
+  start = {n: x for n, x in drawn.items() if n not in words}
+  if kind == "medusa":
+    start = {"heads": made.init(None)["heads"]}
+    loss = medusa.make_loss(model, made, decay=0.8)
+  else:
+    steps = 3 if version == 3 else 1
+    loss = eagle.make_loss(eagle.shown(model, made), made, steps=steps)
+
+  def shardings(mesh):
+    own = sharding.params_shardings(made, mesh, replicate=True)
+    return (
+      {n: own[n] for n in start},
+      {
+        "target": sharding.params_shardings(model, mesh),
+        "words": {n: own[n] for n in words},
+      },
+    )
+
+  return Recipe(
+    init=lambda key: start,
+    loss=loss,
+    frozen={"target": params, "words": words},
+    shardings=shardings,
+    measure=None,
+    save=lambda params, folder, info: None,
+  )
+
+
+# Every recipe, on a target that the caller gives.
+RECIPES = {
+  "distill": recipe,
+  "medusa": functools.partial(heads_recipe, "medusa"),
+  "medusa_words": functools.partial(
+    heads_recipe, "medusa", ids=(0, 1, 2, 4, 5, 7, 8, 10, 11)
+  ),
+  "eagle_1": functools.partial(heads_recipe, "eagle", version=1),
+  "eagle_3": functools.partial(heads_recipe, "eagle"),
+  "eagle_words": functools.partial(
+    heads_recipe, "eagle", ids=(0, 1, 2, 4, 5, 7, 8, 10, 11)
+  ),
+}
 
 
 def stack(some: list[dict]) -> dict[str, np.ndarray]:

@@ -203,7 +203,9 @@ def make_loss(
       jnp.ones((T, T), bool)
     )[None]
     feature = layer.fuse(own, features)
-    keys, values, total = [], [], {}
+    keys: list[Array] = []
+    values: list[Array] = []
+    total: dict[str, Any] = {}
     for s in range(steps):
       tokens, weights = pairs_of(batch, s)
       embeds = target.embed(theirs, tokens).astype(heads.dtype)

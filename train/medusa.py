@@ -269,7 +269,7 @@ def build(
         )
       answers.extend(data.pack(examples, length))
     made = decoding(params, ())
-    rates = measure_accuracies(target, made.model, made.params, frozen, answers)
+    rates = measure_accuracies(target, heads, made.params, frozen, answers)
     measured["accuracies"] = rates
     found = asked.rates(
       "medusa",

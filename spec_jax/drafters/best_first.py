@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spec_jax import growth
 from spec_jax.base import DETERMINISTIC, Context, Draft, Drafter, Model
-from spec_jax.draft_model import DraftModel, if_wanted, repeat_rows
+from spec_jax.draft_model import Asked, DraftModel, if_wanted, repeat_rows
 from spec_jax.drafting import dynamic_tree, root_token
 from spec_jax.sampling import add_counts
 
@@ -51,9 +51,7 @@ def build(
   return grown(asks, num_nodes=num_nodes, depth=depth, width=width)
 
 
-def grown(
-  asks: DraftModel, *, num_nodes: int, depth: int, width: int
-) -> Drafter:
+def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
   """Builds a drafter of trees that grow, whoever is asked; see `build`."""
   for name, value, low in (
     ("num_nodes", num_nodes, 2),

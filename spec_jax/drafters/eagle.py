@@ -60,9 +60,10 @@ def build(
   if num_draft:
     made = StaticTree(asks, trees.chain(num_draft), IID).drafter()
   elif tree is not None or parents is not None:
-    shape = (
-      trees.branching(tree) if tree is not None else trees.from_parents(parents)
-    )
+    if tree is not None:
+      shape = trees.branching(tree)
+    else:
+      shape = trees.from_parents(parents or ())
     trees.check_children(shape, asks.vocab_size)
     if shape.depth < 1:
       raise ValueError("the tree must have a node below its root")

@@ -26,6 +26,7 @@ from spec_jax.base import (
   Tree,
 )
 from spec_jax.draft_model import (
+  Asked,
   DraftModel,
   check_temperature,
   if_wanted,
@@ -107,7 +108,7 @@ class StaticTree:
 
   def __init__(
     self,
-    asks: DraftModel,
+    asks: Asked,
     tree: Tree,
     siblings: int,
     temperature: float | None = None,
@@ -134,6 +135,7 @@ class StaticTree:
     )
 
   def propose(self, params, noise, cache, context: Context):
+    """Draws the tree level by level, as far as a row and the policy want."""
     B = context.length.shape[0]
     N, K, V = self.tree.num_nodes, self.tree.depth, self.asks.vocab_size
     max_depth = self.asks.asked(cache, context, K)

@@ -1,0 +1,212 @@
+"""The training command for heads, from data to text decoded with them."""
+
+import json
+
+from commands import built_once as built_once, run_generate
+import jax
+import numpy as np
+import pytest
+from train_main_test import _run, folder as folder
+
+import spec_jax
+from spec_jax import heads as heads_lib, pairing, trained
+
+# ml_collections reads configuration files the old way.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:.*load_module:DeprecationWarning"
+)
+
+_SMALL = (
+  "--config.data.length=48",
+  "--config.train.steps=4",
+  "--config.train.batch_size=2",
+  "--config.eval.every=2",
+  "--config.eval.max_new_tokens=8",
+  "--config.eval.prompts=2",
+  "--config.eval.batch_size=2",
+  "--config.eval.num_nodes=6",
+  "--config.loss.chunk=0",
+)
+_KINDS = {
+  "medusa": ("--config.draft.heads=2", "--config.draft.words=0"),
+  "medusa_words": (
+    "--config.draft.heads=2",
+    "--config.draft.words=40",
+    "--config.draft.words_by=count",
+  ),
+  "eagle": (
+    "--config.draft.taps=(0,1,2)",
+    "--config.draft.words=32",
+    "--config.loss.steps=2",
+    "--config.eval.depth=2",
+    "--config.eval.width=2",
+  ),
+  "eagle_1": (
+    "--config.draft.version=1",
+    "--config.draft.words=0",
+    "--config.loss.steps=1",
+    "--config.eval.depth=2",
+    "--config.eval.width=3",
+  ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained_folder(folder):
+  """Trains a kind once; returns where its best lies."""
+  done = {}
+
+  def train(kind, monkeypatch, capsys):
+    if kind not in done:
+      name = kind.split("_")[0]
+      out = folder / f"run_{kind}"
+      code, _, err = _run(
+        "main",
+        f"configs/{name}.py",
+        monkeypatch,
+        capsys,
+        f"--config.model={folder / 'model'}",
+        f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+        f"--out={out}",
+        *_SMALL,
+        *_KINDS[kind],
+      )
+      assert code == 0, err
+      done[kind] = out / "best"
+    return done[kind]
+
+  return train
+
+
+def _decode(folder, drafter, draft, monkeypatch, capsys, *words):
+  return run_generate(
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'model'}",
+    f"--config.drafter.name={drafter}",
+    f"--config.drafter.draft={draft}",
+    "--config.policy.name=fixed",
+    "--config.sampling.max_new_tokens=6",
+    "--prompt=say one twice",
+    *words,
+  )
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_heads_are_trained_saved_and_decode(
+  kind, folder, trained_folder, monkeypatch, capsys
+):
+  """From the command to the command; the text stays the target's."""
+  best = trained_folder(kind, monkeypatch, capsys)
+  card = json.loads((best / trained.CARD).read_text())
+  name = kind.split("_")[0]
+  assert card["kind"] == name
+  assert card["metrics"]["emitted_per_step"] >= 1
+  if name == "medusa":
+    assert len(card["heads"]["accuracies"]) == 2
+  # Nothing of the target is stored: neither embedding nor output matrix.
+  assert (best / card["weights"]).stat().st_size < 30_000
+  done = _decode(folder, name, best, monkeypatch, capsys)
+  assert done.code == 0, done.err
+  assert "identical text                     yes" in done.out
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kernel", ["on", "off"])
+def test_what_is_read_is_what_was_trained(
+  kind, kernel, folder, trained_folder, monkeypatch, capsys
+):
+  """Shapes, rounded weights, and the output matrix's own columns."""
+  best = trained_folder(kind, monkeypatch, capsys)
+  loaded = spec_jax.load(folder / "model", cpu_kernel=kernel)
+  plain = spec_jax.load(folder / "model", cpu_kernel="off")
+  heads, own = pairing.resolve_draft(loaded, str(best))
+  assert isinstance(heads, heads_lib.Heads)
+  words = heads.config.words
+  if words.own_matrix:
+    ids = np.asarray(own.get("ids", np.arange(words.size)))
+    assert (np.diff(ids) > 0).all() and ids.max() < words.target_size
+    _, flat = pairing.resolve_draft(plain, str(best))
+    columns = np.asarray(plain.params["head"])[:, ids]
+    np.testing.assert_array_equal(flat["head"], columns)
+  again, _ = pairing.resolve_draft(loaded, str(best))
+  assert again is heads  # programs are found again
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(own))
+
+
+def test_heads_beside_copying(folder, trained_folder, monkeypatch, capsys):
+  """One tree of prompt lookup and an EAGLE head."""
+  best = trained_folder("eagle", monkeypatch, capsys)
+  done = _decode(
+    folder,
+    "merge",
+    best,
+    monkeypatch,
+    capsys,
+    "--config.drafter.second=eagle(num_nodes=4, depth=2, width=2)",
+  )
+  assert done.code == 0, done.err
+  assert "identical text                     yes" in done.out
+
+
+@pytest.mark.parametrize(
+  "drafter,message",
+  [
+    ("vanilla", "needs a draft model, got medusa heads"),
+    ("eagle", "needs eagle heads, got medusa heads"),
+    ("prompt_lookup", "takes no draft model"),
+  ],
+)
+def test_heads_for_another_drafter_are_one_line(
+  drafter, message, folder, trained_folder, monkeypatch, capsys
+):
+  best = trained_folder("medusa", monkeypatch, capsys)
+  done = _decode(folder, drafter, best, monkeypatch, capsys)
+  assert done.code == 2 and message in done.err
+  assert done.err.count("\n") == 1
+
+
+def test_heads_for_another_target_are_one_line(
+  folder, trained_folder, monkeypatch, capsys
+):
+  best = trained_folder("eagle", monkeypatch, capsys)
+  done = run_generate(
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'other'}",
+    "--config.drafter.name=eagle",
+    f"--config.drafter.draft={best}",
+    "--prompt=a",
+  )
+  assert done.code == 2 and "was trained for another target" in done.err
+
+
+@pytest.mark.parametrize(
+  "name,words,message",
+  [
+    ("medusa", "--config.draft.heads=0", "draft.heads must be at least 1"),
+    ("medusa", "--config.draft.words_by=luck", "words_by must be id or count"),
+    ("medusa", "--config.loss.head_decay=2", "head_decay must be in"),
+    ("eagle", "--config.draft.version=2", "draft.version must be 1 or 3"),
+    ("eagle", "--config.loss.steps=0", "loss.steps must be in"),
+    ("eagle", "--config.draft.taps=(0,1)", "looks at 3 layers"),
+    ("eagle", "--config.draft.taps=(0,1,99)", "are not in [0, "),
+    ("eagle", "--config.on_policy.part=0.5", "takes no on_policy.part"),
+  ],
+)
+def test_what_a_user_can_mend_is_one_line(
+  name, words, message, folder, tmp_path, monkeypatch, capsys
+):
+  code, _, err = _run(
+    "main",
+    f"configs/{name}.py",
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'model'}",
+    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+    f"--out={tmp_path / 'run'}",
+    *_SMALL,
+    *(() if "draft." in words else _KINDS[name]),
+    words,
+  )
+  assert code == 2 and message in err, err
