@@ -27,13 +27,13 @@ from spec_jax.options import check_known
 from spec_jax.pairing import (
   check_same_vocabulary,
   names_layers_file,
+  open_folder,
   parse_draft,
   read_layers,
   vocabulary_map_of,
 )
 from spec_jax.settings import Settings
-from spec_jax.trained import is_trained
-from spec_jax.trained_draft import TrainedDraft, inspect_trained
+from spec_jax.trained_draft import TrainedDraft
 
 # A draft that a configuration names, its weights not yet read.
 Draft = hub.Inspected | TrainedDraft | str | int | tuple[int, ...] | None
@@ -296,8 +296,9 @@ def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
     with user_errors():
       check_layers(target.loaded.model.config, parsed)
     return parsed
-  if is_trained(draft):
-    return inspect_trained(draft, target.loaded)
+  found = open_folder(draft, target.loaded)
+  if found is not None:
+    return found
   opened = inspect(draft, config)
   if not drafters.takes_vocabulary_map(name):
     with user_errors():

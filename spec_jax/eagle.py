@@ -117,6 +117,7 @@ def config_of(
   taps: tuple[int, ...] = (),
   ffn_width: int = 0,
   fc_bias: bool = False,
+  max_length: int = 0,
 ) -> EagleConfig:
   """Returns a head as wide as its target.
 
@@ -127,6 +128,7 @@ def config_of(
     taps: of version 3; () = `default_taps`.
     ffn_width: `F`; 0 = the target's.
     fc_bias: see `EagleConfig`.
+    max_length: of the head's text; 0 = the target's.
 
   Raises:
     ValueError: if the target has no rotary positions or norms of another kind.
@@ -144,7 +146,7 @@ def config_of(
     num_kv_heads=target.num_kv_heads,
     head_dim=target.head_dim,
     ffn_width=ffn_width or target.ffn_width,
-    max_length=target.max_length,
+    max_length=max_length or target.max_length,
     rope=target.rope,
     words=words,
     norm_eps=target.norm_eps,

@@ -12,6 +12,7 @@ import numpy as np
 from spec_jax import drafters, trained
 from spec_jax.architecture import check_layers, shallow_config
 from spec_jax.hub import Loaded, weights_hash
+from spec_jax.public_heads import inspect_public, is_public
 from spec_jax.trained_draft import (
   BuiltDraft,
   TrainedDraft,
@@ -122,6 +123,24 @@ def read_layers(text: str, loaded: Loaded) -> tuple[int, ...]:
     raise ValueError(f"{path}: {error}") from error
 
 
+def open_folder(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft | None:
+  """Opens a folder that holds a trained draft or published heads.
+
+  Args:
+    path: perhaps such a folder.
+    loaded: the target; its weights need not be read yet.
+
+  Returns:
+    None if it is no such folder.
+
+  Raises:
+    LoadError: if it is one that cannot be used for this target.
+  """
+  if trained.is_trained(path):
+    return inspect_trained(path, loaded)
+  return inspect_public(path, loaded) if is_public(path) else None
+
+
 def resolve_draft(
   loaded: Loaded,
   draft: Loaded | TrainedDraft | BuiltDraft | str | int | Sequence[int] | None,
@@ -150,8 +169,8 @@ def resolve_draft(
     return loaded.model, loaded.params
   if isinstance(draft, str) and names_layers_file(draft):
     draft = read_layers(draft, loaded)
-  if isinstance(draft, str | os.PathLike) and trained.is_trained(draft):
-    draft = inspect_trained(draft, loaded)
+  if isinstance(draft, str | os.PathLike):
+    draft = open_folder(draft, loaded) or draft
   if isinstance(draft, TrainedDraft):
     return draft.build(loaded)
   if isinstance(draft, BuiltDraft):

@@ -1,0 +1,37 @@
+"""Writes trained heads as their authors publish them, for other systems.
+
+python -m train.export --draft=runs/eagle/best --out=eagle-head
+"""
+
+from absl import flags
+
+from experiments import launch
+from experiments.launch import UserError
+import spec_jax
+from spec_jax import pairing, public_heads
+from spec_jax.heads import Heads
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_DRAFT = flags.DEFINE_string("draft", "", "Folder of trained heads.")
+_OUT = flags.DEFINE_string("out", "", "Folder to write.")
+
+
+def main() -> int:
+  """Runs the command."""
+  if not _DRAFT.value or not _OUT.value:
+    raise UserError("--draft and --out are needed")
+  with launch.user_errors():
+    loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
+    heads, params = pairing.resolve_draft(loaded, _DRAFT.value)
+    if not isinstance(heads, Heads):
+      raise UserError(f"{_DRAFT.value} holds no heads")
+    try:
+      path = public_heads.write_public(_OUT.value, heads, params, loaded)
+    except OSError as error:
+      raise UserError(f"cannot write {_OUT.value}: {error.strerror}") from error
+  print(f"{heads.kind} heads in {path}")
+  return 0
+
+
+if __name__ == "__main__":
+  launch.run(main)
