@@ -182,12 +182,12 @@ class Source(NamedTuple):
 
   Attributes:
     files: pattern within the data folder.
-    count: prompts taken at most.
+    most: prompts taken.
     make: `make(path, rng)` yields prompts.
   """
 
   files: str
-  count: int
+  most: int
   make: Callable[[Path, random.Random], Iterator[str]]
 
 
@@ -238,7 +238,7 @@ def gather(
 
   Args:
     folder: the data.
-    scale: part of each source's count.
+    scale: part of what each source gives at most.
     seed: of choice and order.
 
   Raises:
@@ -257,7 +257,7 @@ def gather(
     rng.shuffle(texts)
     dropped[name], taken = 0, 0
     for text in texts:
-      if taken >= round(source.count * scale):
+      if taken >= round(source.most * scale):
         break
       if ngrams(text) & forbidden:
         dropped[name] += 1
