@@ -1,0 +1,240 @@
+"""DistillSpec in small: which loss and whose text make a good draft.
+
+  python -m experiments.distillspec --answers=answers.jsonl --truth=data.jsonl
+    --out=runs/distillspec
+
+Distils the first layers of the target by every loss of `--losses` on every
+source of `--sources`: `truth`, the data's own answers; `answers`, the target's
+(`python -m train.generate`); `own`, the draft's, written as it learns; `mix`,
+half of the target's and half of the draft's. All runs have the same number of
+steps. Reported on the target's answers to prompts held out: alpha at T = 1
+(mean of the sum of min(p, q)) and at T = 0 (how often both have the same
+likeliest token), and what the decoder emits a step, greedy.
+
+A grid that was stopped goes on. Published (Zhou et al. 2024, section 5): no
+loss is best everywhere, the draft's own text and the target's are about as
+good, and both better than the data's.
+"""
+
+import json
+from pathlib import Path
+import sys
+from typing import Any
+
+from absl import flags
+import jax
+import numpy as np
+
+from configs import distill as defaults
+from experiments import launch, results
+from experiments.launch import UserError
+import spec_jax
+from spec_jax import trained
+from train import data, distill, loop, losses, on_policy
+from train.checkpoint import Checkpoints, RunFolder
+from train.recipe import Recipe
+from train.report import Reporter
+
+_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
+_ANSWERS = flags.DEFINE_string(
+  "answers", "", "The target's answers, from train.generate."
+)
+_TRUTH = flags.DEFINE_string("truth", "", "Data with answers of its own.")
+_OUT = flags.DEFINE_string("out", "", "Folder of the runs; resumed.")
+_LOSSES = flags.DEFINE_list(
+  "losses", ["forward_kl", "reverse_kl", "jsd", "tvd"], "Losses to try."
+)
+_SOURCES = flags.DEFINE_list(
+  "sources", ["truth", "answers", "own", "mix"], "Whose text to learn from."
+)
+_LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the draft.")
+_STEPS = flags.DEFINE_integer("steps", 150, "Steps of each run.")
+_LENGTH = flags.DEFINE_integer("length", 192, "Tokens of a row.")
+_BATCH = flags.DEFINE_integer("batch_size", 4, "Rows of a step.")
+_HELD = flags.DEFINE_integer("held_out", 16, "Answers held out.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of everything.")
+
+# Part of a batch that the draft writes itself.
+SOURCES = {"truth": 0.0, "answers": 0.0, "own": 1.0, "mix": 0.5}
+
+
+def config_of(name: str) -> Any:
+  """Returns the configuration of a run with a loss."""
+  config = defaults.get_config().unlock()
+  config.model = _MODEL.value
+  config.draft.layers = str(_LAYERS.value)
+  config.loss.name = name
+  config.data.length = _LENGTH.value
+  config.loss.chunk = 0
+  config.train.steps = _STEPS.value
+  config.train.batch_size = _BATCH.value
+  config.eval.max_new_tokens = 64
+  config.seed = _SEED.value
+  return config.lock()
+
+
+def evaluate(recipe: Recipe, params: Any, rows: list[dict]) -> dict[str, float]:
+  """Returns alpha at T = 1 and T = 0 on rows, and what the decoder emits."""
+  step = jax.jit(
+    lambda params, batch: recipe.loss(params, recipe.frozen, batch, None)[1]
+  )
+  total: dict[str, float] = {}
+  for row in rows:
+    batch = {name: x[None] for name, x in row.items()}
+    for name, value in jax.device_get(step(params, batch)).items():
+      total[name] = total.get(name, 0.0) + float(value)
+  tokens = max(total["tokens"], 1.0)
+  assert recipe.measure is not None
+  return {
+    "alpha_1": total["acceptance"] / tokens,
+    "alpha_0": total["agreement"] / tokens,
+    **recipe.measure(params),
+  }
+
+
+def run_one(
+  folder: Path, loss: str, source: str, loaded, learn, held, rows
+) -> dict[str, float]:
+  """Trains one draft, or goes on, and evaluates it."""
+  config = config_of(loss)
+  recipe = distill.build(config, loaded, None, [x.prompt for x in held])
+  part = SOURCES[source]
+  drafted = round(part * _BATCH.value)
+  text = learn["truth" if source == "truth" else "answers"]
+  packed = data.pack(text, _LENGTH.value)
+  fixed = None
+  if drafted < _BATCH.value:
+    fixed = data.Batches(packed, _BATCH.value - drafted, _SEED.value)
+  batches: Any = fixed
+  if drafted:
+    assert recipe.sample is not None
+    batches = on_policy.OnPolicyBatches(
+      fixed,
+      [x.prompt for x in text],
+      recipe.sample,
+      batch_size=drafted,
+      length=_LENGTH.value,
+      refresh=config.on_policy.refresh,
+      prompts_each=config.on_policy.prompts,
+      seed=_SEED.value,
+      folder=folder / "on_policy",
+    )
+  optimizer = loop.Optimizer(**config.optimizer)
+  folder.mkdir(parents=True, exist_ok=True)
+  checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+  silent = recipe._replace(measure=None, save=lambda params, folder, info: None)
+  try:
+    loop.train(
+      silent,
+      batches,
+      optimizer,
+      loop.Schedule(steps=_STEPS.value, log_every=10, save_every=50),
+      out=folder,
+      checkpoints=checkpoints,
+      reporter=Reporter(folder),
+      seed=_SEED.value,
+    )
+    transform, _ = optimizer.build(_STEPS.value)
+    found = checkpoints.restore(loop.make_state(silent, transform, _SEED.value))
+  finally:
+    checkpoints.close()
+  assert found is not None
+  return evaluate(recipe, found[0].params, rows)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+  """Returns the grid as markdown: alpha at T = 1, at T = 0, tokens a step."""
+  names = list(dict.fromkeys(line["loss"] for line in lines))
+  sources = list(dict.fromkeys(line["source"] for line in lines))
+  found = {(x["loss"], x["source"]): x for x in lines}
+  text = [
+    f"| loss | {' | '.join(sources)} |",
+    "|---|" + "---|" * len(sources),
+  ]
+  for name in names:
+    cells = []
+    for source in sources:
+      x = found.get((name, source))
+      cells.append(
+        f"{x['alpha_1']:.3f}, {x['alpha_0']:.3f}, {x['emitted_per_step']:.2f}"
+        if x
+        else "-"
+      )
+    text.append(f"| {name} | {' | '.join(cells)} |")
+  return "\n".join(text)
+
+
+def main() -> int:
+  """Runs the grid."""
+  if not _OUT.value or not _ANSWERS.value:
+    raise UserError("--out and --answers are needed")
+  for name in _LOSSES.value:
+    if name not in losses.LOSSES:
+      raise UserError(
+        f"--losses must be of {', '.join(losses.LOSSES)}, got {name!r}"
+      )
+  for name in _SOURCES.value:
+    if name not in SOURCES:
+      raise UserError(
+        f"--sources must be of {', '.join(SOURCES)}, got {name!r}"
+      )
+  if "truth" in _SOURCES.value and not _TRUTH.value:
+    raise UserError("the source 'truth' needs --truth")
+  loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
+  with launch.user_errors():
+    length = _LENGTH.value
+    examples = data.read_examples((_ANSWERS.value,), loaded, length=length)
+    answers, held = data.hold_out(examples, _HELD.value)
+    learn = {"answers": answers}
+    if "truth" in _SOURCES.value:
+      learn["truth"] = data.read_examples(
+        (_TRUTH.value,), loaded, length=length
+      )
+  rows = data.pack(held, length)
+  identity = {
+    "command": "experiments.distillspec",
+    "target": trained.target_identity(loaded),
+    "config": launch.plain_dict(config_of("")),
+    "tokens": {k: int(sum(len(x.ids) for x in v)) for k, v in learn.items()},
+  }
+  folder = RunFolder(_OUT.value, identity)
+  path = folder.path / "grid.jsonl"
+  try:
+    folder.begin()
+    lines = []
+    if path.exists():
+      lines = [json.loads(x) for x in path.read_text().splitlines()]
+    done = {(x["loss"], x["source"]) for x in lines}
+    for loss in _LOSSES.value:
+      for source in _SOURCES.value:
+        if (loss, source) in done:
+          continue
+        print(f"{loss} on {source}", file=sys.stderr, flush=True)
+        found = run_one(
+          folder.path / f"{loss}-{source}",
+          loss,
+          source,
+          loaded,
+          learn,
+          held,
+          rows,
+        )
+        line = {
+          "loss": loss,
+          "source": source,
+          "steps": _STEPS.value,
+          **{k: float(np.round(v, 5)) for k, v in found.items()},
+          "environment": results.environment(),
+        }
+        lines.append(line)
+        with path.open("a", encoding="utf-8") as file:
+          file.write(json.dumps(line) + "\n")
+  finally:
+    folder.close()
+  print("alpha at T = 1, at T = 0, tokens a step (greedy)")
+  print(table(lines))
+  return 0
+
+
+if __name__ == "__main__":
+  launch.run(main)
