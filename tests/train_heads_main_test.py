@@ -149,6 +149,48 @@ def test_heads_beside_copying(folder, trained_folder, monkeypatch, capsys):
   assert "identical text                     yes" in done.out
 
 
+def test_heads_and_target_trained_together_belong_together(
+  folder, tmp_path, monkeypatch, capsys
+):
+  """Medusa-2: another target is written, and its heads are for it alone."""
+  out = tmp_path / "joint"
+  code, _, err = _run(
+    "main",
+    "configs/medusa_joint.py",
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'model'}",
+    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+    f"--out={out}",
+    *_SMALL,
+    *_KINDS["medusa"],
+    "--config.joint.heads_first=1",
+    "--config.optimizer.learning_rate=0.01",
+  )
+  assert code == 0, err
+  best = out / "best"
+  args = monkeypatch, capsys
+  words = (
+    "--config.drafter.name=medusa",
+    f"--config.drafter.draft={best}",
+    "--config.sampling.max_new_tokens=6",
+    "--prompt=say one twice",
+  )
+  done = run_generate(*args, f"--config.model={best / 'target'}", *words)
+  assert done.code == 0, done.err
+  assert "identical text                     yes" in done.out
+  done = run_generate(*args, f"--config.model={folder / 'model'}", *words)
+  assert done.code == 2 and "was trained for another target" in done.err
+  before = spec_jax.load(folder / "model", cpu_kernel="off").params
+  after = spec_jax.load(best / "target", cpu_kernel="off").params
+  np.testing.assert_array_equal(
+    np.asarray(before["embed"]).astype("bfloat16"),
+    np.asarray(after["embed"]).astype("bfloat16"),
+  )
+  moved = before["layers"][0]["wq"] - after["layers"][0]["wq"]
+  assert np.abs(moved).max() > 1e-3
+
+
 @pytest.mark.parametrize(
   "drafter,message",
   [

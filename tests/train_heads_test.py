@@ -8,7 +8,7 @@ import pytest
 from spec_jax import medusa as heads_lib
 from tests import fakes, train_rig
 from tests.eagle_test import numpy_layer
-from train import data, eagle, loop, medusa
+from train import data, eagle, loop, losses, medusa, medusa_joint
 from train.records import Example
 
 V = 13
@@ -75,6 +75,70 @@ def test_the_medusa_loss_is_the_sum_over_heads():
           right += k == 1 and logs[i, 0].argmax() == label
   np.testing.assert_allclose(total, expected, rtol=1e-5)
   assert sums["acceptance"] == right
+
+
+def test_the_joint_loss_is_its_three_parts():
+  """Self-distillation, the next token, and the heads on the moved target."""
+  target = model, params = fakes.tiny(V, windows=(None, None))
+  heads, own = fakes.heads_of("medusa", target)
+  batch, frozen = batch_of(TEXTS), {"target": params, "words": {}}
+  moved = {n: params[n] for n in ("layers", "final_norm")}
+  moved = fakes.noisy(moved, size=0.1)
+  now = {**params, **moved}
+  run = lambda p: (
+    model.apply(
+      p,
+      batch["tokens"],
+      batch["positions"],
+      segment_ids=batch["segment_ids"],
+    ).logits
+  )
+  weights = batch["weights"]
+  law = losses.divergence("forward_kl", run(params), run(now), weights)[0].sum()
+  token = losses.cross_entropy(run(now), batch["labels"], weights).sum()
+  alone = medusa.make_loss(model, heads, decay=0.8)
+  of_heads = alone(own, {"target": now, "words": {}}, batch, None)[0]
+  loss = medusa_joint.make_loss(
+    model,
+    heads,
+    decay=0.8,
+    law_weight=2.0,
+    token_weight=0.5,
+    heads_weight=0.3,
+    chunk=4,
+  )
+  both = {"heads": own["heads"], "target": moved}
+  total, sums = fakes.jit(loss)(both, frozen, batch, None)
+  expected = 2 * law + 0.5 * token + 0.3 * of_heads
+  np.testing.assert_allclose(total, expected, rtol=1e-5)
+  assert sums["tokens"] == weights.sum()
+
+
+def test_parts_learn_at_their_own_rates():
+  """The target stands still while the heads learn alone, four times as fast."""
+  recipe = train_rig.joint_recipe(train_rig.target())
+  batch = {
+    k: jnp.asarray(v)[None]
+    for k, v in train_rig.stack(train_rig.rows(2)).items()
+  }
+  moved = {}
+  for name, rates in (
+    ("plain", None),
+    ("own", lambda step: {"heads": 4.0, "target": 0.0}),
+  ):
+    optimizer, schedule = loop.Optimizer(1e-3, warmup=1, clip=0.0).build(10)
+    state = loop.make_state(recipe, optimizer, 0)
+    step = jax.jit(loop.make_step(recipe.loss, optimizer, schedule, 1, rates))
+    after, _ = step(state, recipe.frozen, batch)
+    moved[name] = jax.tree.map(lambda a, b: a - b, after.params, state.params)
+  assert not any(x.any() for x in jax.tree.leaves(moved["own"]["target"]))
+  assert any(x.any() for x in jax.tree.leaves(moved["plain"]["target"]))
+  for one, other in zip(
+    jax.tree.leaves(moved["own"]["heads"]),
+    jax.tree.leaves(moved["plain"]["heads"]),
+    strict=True,
+  ):
+    np.testing.assert_allclose(one, 4 * other, rtol=1e-3, atol=1e-8)
 
 
 @pytest.mark.parametrize("ids", [None, (0, 1, 2, 4, 5, 7, 9)])
@@ -170,7 +234,7 @@ def test_gradients_are_finite_differences(name):
   way = jax.tree.map(
     lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params
   )
-  step = 3e-3
+  step = 1e-3
 
   def at(size):
     return float(value(jax.tree.map(lambda x, w: x + size * w, params, way)))

@@ -3,13 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import pairing, sharding, trained_draft
 from spec_jax.models import decoder
 from spec_jax.rope import Rope
 from tests import fakes
-from train import data, distill, eagle, loop, medusa
+from train import data, distill, eagle, loop, medusa, medusa_joint
 from train.checkpoint import Checkpoints
 from train.recipe import Recipe
 from train.records import Example
@@ -102,6 +103,41 @@ def heads_recipe(kind: str, pair, *, version: int = 3, ids=None) -> Recipe:
   )
 
 
+def joint_recipe(pair) -> Recipe:
+  """Returns a recipe that trains heads and their target."""
+  model, params = pair
+  made, _ = fakes.heads_of("medusa", pair)
+  tuned = [n for n in params if n not in trained_draft.SHARED]
+
+  def shardings(mesh):
+    of_target = sharding.params_shardings(model, mesh)
+    own = sharding.params_shardings(made, mesh, replicate=True)
+    return (
+      {"heads": own["heads"], "target": {n: of_target[n] for n in tuned}},
+      {"target": of_target, "words": {}},
+    )
+
+  return Recipe(
+    init=lambda key: {
+      "heads": made.init(None)["heads"],
+      "target": {n: params[n] for n in tuned},
+    },
+    loss=medusa_joint.make_loss(
+      model,
+      made,
+      decay=0.8,
+      law_weight=1.0,
+      token_weight=0.5,
+      heads_weight=0.3,
+    ),
+    frozen={"target": params, "words": {}},
+    shardings=shardings,
+    measure=None,
+    save=lambda params, folder, info: None,
+    rates=lambda step: {"heads": jnp.float32(4), "target": jnp.float32(1)},
+  )
+
+
 # Every recipe, on a target that the caller gives.
 RECIPES = {
   "distill": recipe,
@@ -109,6 +145,7 @@ RECIPES = {
   "medusa_words": functools.partial(
     heads_recipe, "medusa", ids=(0, 1, 2, 4, 5, 7, 8, 10, 11)
   ),
+  "medusa_joint": joint_recipe,
   "eagle_1": functools.partial(heads_recipe, "eagle", version=1),
   "eagle_3": functools.partial(heads_recipe, "eagle"),
   "eagle_words": functools.partial(

@@ -152,7 +152,11 @@ class Schedule:
 
 
 def make_step(
-  loss: Callable, optimizer: Any, schedule: Callable, accumulate: int = 1
+  loss: Callable,
+  optimizer: Any,
+  schedule: Callable,
+  accumulate: int = 1,
+  rates: Callable | None = None,
 ) -> Callable:
   """Makes `step(state, frozen, batch) -> (state, metrics)`.
 
@@ -161,6 +165,7 @@ def make_step(
     optimizer: of optax.
     schedule: step -> learning rate, for the metrics.
     accumulate: `A`; the batch's arrays are `[A, b, T]`.
+    rates: see `Recipe.rates`.
   """
 
   def gradient(params, frozen, batch, key):
@@ -195,6 +200,12 @@ def make_step(
     metrics = {name: value * each for name, value in sums.items()}
     norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    if rates is not None:
+      updates = jax.tree.map(
+        lambda rate, part: jax.tree.map(lambda u: rate * u, part),
+        rates(state.step),
+        updates,
+      )
     params = optax.apply_updates(state.params, updates)
     fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
     params, opt_state = jax.tree.map(
@@ -249,7 +260,7 @@ class _Device:
   """Where state, frozen parameters and batches lie, and the compiled step."""
 
   def __init__(self, recipe, optimizer, rate, state, mesh, accumulate):
-    step = make_step(recipe.loss, optimizer, rate, accumulate)
+    step = make_step(recipe.loss, optimizer, rate, accumulate, recipe.rates)
     self._rows = None
     self.accumulate = accumulate
     self.frozen, self.state = recipe.frozen, state

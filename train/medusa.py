@@ -12,6 +12,7 @@ Reference: Cai et al. 2024 (Medusa), sections 2.1 and 2.3.3.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -94,47 +95,78 @@ def make_loss(target: Model, heads: Heads, *, decay: float, chunk: int = 0):
     decay: `lambda`; the paper takes .8.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
   """
-  K = heads.config.num_heads
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
     own = {**frozen["words"], **cast(params, heads.dtype)}
-    hidden = target.apply(
-      frozen["target"],
-      batch["tokens"],
-      positions_BT=batch["positions"],
-      segment_ids=batch["segment_ids"],
-      logits_at=jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
-    ).hidden[:, :, 0]
-    known = _known(own, heads.config.words)
-    pairs = [shifted(batch, k) for k in range(1, K + 1)]
-    labels = known(jnp.stack([x for x, _ in pairs], -1))
-    weights = jnp.stack([w for _, w in pairs], -1)
-
-    def piece(x):
-      states = heads.apply(own, x["hidden"])
-      logits = medusa.logits_of(heads, own, target, frozen["target"], states)
-      value = losses.cross_entropy(logits, x["labels"], x["weights"])
-      right = (logits.argmax(-1) == x["labels"]) * x["weights"]
-      scale = decay ** jnp.arange(1, K + 1)[None, None]
-      found = {f"accuracy_{k + 1}": right[..., k].sum() for k in range(K)}
-      return {
-        "loss": (value * scale).sum(),
-        # How often the first guess is kept by a greedy target.
-        "acceptance": right[..., 0].sum(),
-        "tokens": x["weights"][..., 0].sum(),
-        **found,
-      }
-
+    hidden = read(target, frozen["target"], batch)
     arrays = {
       "hidden": jax.lax.stop_gradient(hidden),
-      "labels": labels,
-      "weights": weights,
+      **told(heads, own, batch),
     }
+    piece = functools.partial(
+      judge, target, heads, own, frozen["target"], decay
+    )
     sums = losses.sum_chunks(piece, arrays, chunk)
     return sums.pop("loss"), sums
 
   return loss
+
+
+def read(target: Model, params: PyTree, batch: dict[str, Array]) -> Array:
+  """Returns `[B, T, D]`, the target's final states over a batch."""
+  return target.apply(
+    params,
+    batch["tokens"],
+    positions_BT=batch["positions"],
+    segment_ids=batch["segment_ids"],
+    logits_at=jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
+  ).hidden[:, :, 0]
+
+
+def told(
+  heads: Heads, own: PyTree, batch: dict[str, Array]
+) -> dict[str, Array]:
+  """Returns what all heads are to say: labels and weights, `[B, T, K]`."""
+  known = _known(own, heads.config.words)
+  pairs = [shifted(batch, k) for k in range(1, heads.config.num_heads + 1)]
+  return {
+    "labels": known(jnp.stack([x for x, _ in pairs], -1)),
+    "weights": jnp.stack([w for _, w in pairs], -1),
+  }
+
+
+def judge(
+  target: Model,
+  heads: Heads,
+  own: PyTree,
+  target_params: PyTree,
+  decay: float,
+  x: dict[str, Array],
+) -> dict[str, Array]:
+  """Returns the sums of a piece: the heads' loss and how often they are right.
+
+  Args:
+    target: whose output matrix the heads may use.
+    heads: who is judged.
+    own: their parameters, words included.
+    target_params: of the target.
+    decay: weight of head `k` is `decay ** k`.
+    x: "hidden" `[B, t, D]`, "labels" and "weights" from `told`.
+  """
+  K = heads.config.num_heads
+  states = heads.apply(own, x["hidden"])
+  logits = medusa.logits_of(heads, own, target, target_params, states)
+  value = losses.cross_entropy(logits, x["labels"], x["weights"])
+  right = (logits.argmax(-1) == x["labels"]) * x["weights"]
+  scale = decay ** jnp.arange(1, K + 1)[None, None]
+  return {
+    "loss": (value * scale).sum(),
+    # How often the first guess is kept by a greedy target.
+    "acceptance": right[..., 0].sum(),
+    "tokens": x["weights"][..., 0].sum(),
+    **{f"accuracy_{k + 1}": right[..., k].sum() for k in range(K)},
+  }
 
 
 def _known(own: PyTree, words):
@@ -166,14 +198,7 @@ def measure_accuracies(
 
   @jax.jit
   def hits(params, target_params, batch):
-    hidden = target.apply(
-      target_params,
-      batch["tokens"],
-      positions_BT=batch["positions"],
-      segment_ids=batch["segment_ids"],
-      logits_at=jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
-    ).hidden[:, :, 0]
-    states = heads.apply(params, hidden)
+    states = heads.apply(params, read(target, target_params, batch))
     known = _known(params, heads.config.words)
     right, total = [], []
     for k in range(1, K + 1):
@@ -194,6 +219,110 @@ def measure_accuracies(
     counts, seen = counts + right, seen + total
   rates = counts / np.maximum(seen, 1)[:, None]
   return tuple(tuple(round(float(x), 4) for x in row) for row in rates)
+
+
+def make_heads(
+  config: Any, loaded: Loaded, learn: Sequence[Example]
+) -> tuple[Heads, PyTree]:
+  """Returns the heads that a configuration names, and their words' parameters.
+
+  Args:
+    config: see configs/medusa.py.
+    loaded: the target.
+    learn: the examples, to count words.
+  """
+  shape = loaded.model.config
+  words, ids = choose_words(config.draft, shape.vocab_size, learn)
+  heads = medusa.build(
+    medusa.MedusaConfig(
+      width=shape.width,
+      num_heads=config.draft.heads,
+      num_layers=config.draft.layers,
+      words=words,
+      max_length=shape.max_length,
+    ),
+    dtype=loaded.params["final_norm"].dtype,
+  )
+  fixed = {} if ids is None else {"ids": ids}
+  return heads, trained_draft.build_heads(heads, fixed, loaded)[1]
+
+
+class Measured:
+  """Measures heads with the decoder, and saves them with what it found.
+
+  Attributes:
+    asked: the prompts and the target, which may change before each measuring.
+    accuracies: `[K][R]` of the last measuring.
+  """
+
+  def __init__(
+    self,
+    asked: HeldOut,
+    heads: Heads,
+    words: PyTree,
+    saved: Any,
+  ):
+    """Takes what stays.
+
+    Args:
+      asked: see `Measured`.
+      heads: what is trained.
+      words: their words' parameters.
+      saved: dtype of the file.
+    """
+    self.asked = asked
+    self.accuracies: tuple[tuple[float, ...], ...] = ()
+    self._heads, self._words, self._saved = heads, words, saved
+
+  def _draft(self, params: PyTree, rates) -> BuiltDraft:
+    """Returns heads as they would be loaded: rounded, with a tree."""
+    own = cast(cast(params, self._saved), self._heads.dtype)
+    config = dataclasses.replace(self._heads.config, accuracies=rates)
+    made = medusa.build(config, dtype=self._heads.dtype)
+    return BuiltDraft(made, {**self._words, **own})
+
+  def measure(self, params: PyTree) -> dict[str, float]:
+    """Returns what `Recipe.measure` does; `params` is `{"heads": ...}`."""
+    out = self.asked.decode(drafter="none")
+    examples = []
+    for c in out.completions:
+      both = np.asarray([*c.prompt_ids, *c.ids], np.int32)
+      answer = np.arange(len(both)) >= len(c.prompt_ids)
+      examples.append(Example(both, answer))
+    rows = data.pack(examples, max(len(x.ids) for x in examples))
+    loaded = self.asked.loaded
+    self.accuracies = measure_accuracies(
+      loaded.model,
+      self._heads,
+      self._draft(params, ()).params,
+      loaded.params,
+      rows,
+    )
+    found = self.asked.rates(
+      "medusa",
+      self._draft(params, self.accuracies),
+      {"num_nodes": self.asked.eval.num_nodes},
+    )
+    each = {f"accuracy_{k + 1}": r[0] for k, r in enumerate(self.accuracies)}
+    return {**found, **each}
+
+  def save(self, params: PyTree, folder: Path, info: dict[str, Any]) -> None:
+    """Writes what `Recipe.save` does; `params` is `{"heads": ...}`."""
+    tensors = {
+      name: np.asarray(x)
+      for name, x in trained.flatten(cast(params, self._saved)).items()
+    }
+    if "ids" in self._words:
+      tensors["ids"] = np.asarray(self._words["ids"])
+    config = self._heads.config
+    own = {
+      "num_heads": config.num_heads,
+      "num_layers": config.num_layers,
+      "own_matrices": False,
+      **trained_draft.words_info(config.words),
+      "accuracies": self.accuracies,
+    }
+    trained.save(folder, "medusa", tensors, {"heads": own, **info})
 
 
 def build(
@@ -217,21 +346,7 @@ def build(
   """
   check(config)
   target, frozen = loaded.model, loaded.params
-  shape = target.config
-  words, ids = choose_words(config.draft, shape.vocab_size, learn)
-  heads = medusa.build(
-    medusa.MedusaConfig(
-      width=shape.width,
-      num_heads=config.draft.heads,
-      num_layers=config.draft.layers,
-      words=words,
-      max_length=shape.max_length,
-    ),
-    dtype=frozen["final_norm"].dtype,
-  )
-  saved = jnp.dtype(config.dtype_saved)
-  fixed = {} if ids is None else {"ids": ids}
-  _, with_words = trained_draft.build_heads(heads, dict(fixed), loaded)
+  heads, with_words = make_heads(config, loaded, learn)
 
   def init(key):
     start = heads.init(key)
@@ -243,57 +358,8 @@ def build(
     of_target = sharding.params_shardings(target, mesh)
     return {"heads": own["heads"]}, {"target": of_target, "words": of_words}
 
-  def decoding(params, rates) -> BuiltDraft:
-    """Returns heads as they would be loaded: rounded, with a tree."""
-    own = cast(cast(params, saved), heads.dtype)
-    made = heads
-    if rates:
-      made = medusa.build(
-        dataclasses.replace(heads.config, accuracies=rates), dtype=heads.dtype
-      )
-    return BuiltDraft(made, {**with_words, **own})
-
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
-  answers: list[dict] = []  # of the target, written once
-  measured: dict[str, Any] = {}
-
-  def measure(params) -> dict[str, float]:
-    if not answers:
-      out = asked.decode(drafter="none")
-      length = max(len(c.prompt_ids) + len(c.ids) for c in out.completions)
-      examples = []
-      for c in out.completions:
-        both = np.asarray([*c.prompt_ids, *c.ids], np.int32)
-        examples.append(
-          Example(both, np.arange(len(both)) >= len(c.prompt_ids))
-        )
-      answers.extend(data.pack(examples, length))
-    made = decoding(params, ())
-    rates = measure_accuracies(target, heads, made.params, frozen, answers)
-    measured["accuracies"] = rates
-    found = asked.rates(
-      "medusa",
-      decoding(params, rates),
-      {"num_nodes": config.eval.num_nodes},
-    )
-    each = {f"accuracy_{k + 1}": row[0] for k, row in enumerate(rates)}
-    return {**found, **each}
-
-  def save(params, folder: Path, info: dict[str, Any]) -> None:
-    tensors = {
-      name: np.asarray(x)
-      for name, x in trained.flatten(cast(params, saved)).items()
-    }
-    if ids is not None:
-      tensors["ids"] = np.asarray(ids)
-    own = {
-      "num_heads": heads.config.num_heads,
-      "num_layers": heads.config.num_layers,
-      "own_matrices": False,
-      **trained_draft.words_info(words),
-      "accuracies": measured.get("accuracies", ()),
-    }
-    trained.save(folder, "medusa", tensors, {"heads": own, **info})
+  kept = Measured(asked, heads, with_words, jnp.dtype(config.dtype_saved))
 
   return Recipe(
     init=init,
@@ -302,6 +368,6 @@ def build(
     ),
     frozen={"target": frozen, "words": with_words},
     shardings=shardings,
-    measure=measure if held_out else None,
-    save=save,
+    measure=kept.measure if held_out else None,
+    save=kept.save,
   )

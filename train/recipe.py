@@ -30,6 +30,8 @@ class Recipe(NamedTuple):
     save: `save(params, folder, info)` writes what decoding can load.
     sample: `sample(params, prompts, seed) -> ids` of the draft's own answers to
       prompts given as ids; None = it cannot write alone.
+    rates: `rates(step) -> prefix of params`, what each part's learning rate is
+      multiplied with; None = all learn alike.
   """
 
   init: Callable[[Any], PyTree]
@@ -39,6 +41,7 @@ class Recipe(NamedTuple):
   measure: Callable[[PyTree], dict[str, float]] | None
   save: Callable[[PyTree, Path, dict[str, Any]], None]
   sample: Callable[[PyTree, Any, int], list[list[int]]] | None = None
+  rates: Callable[[Any], PyTree] | None = None
 
 
 def load(name: str) -> Any:

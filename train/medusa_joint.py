@@ -1,0 +1,213 @@
+"""Trains Medusa heads and their target together (Medusa-2).
+
+The target's layers and final norm learn too; its embedding and output matrix
+stay, so that heads and target go on sharing them. The loss is
+
+  law_weight KL(target as it was || target) + token_weight cross-entropy
+    + heads_weight sum_k head_decay^k cross-entropy of head k
+
+whose first term, self-distillation, keeps the target what it was. Heads learn
+`head_rate` times as fast, and alone for the first `heads_first` steps.
+
+The result is another target: it is written beside the heads, as a folder that
+any command loads as its model, and the heads belong to that one alone.
+
+Reference: Cai et al. 2024 (Medusa), sections 2.2.2 and 2.3.2.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax import hub, hub_write, sharding, trained, trained_draft
+from spec_jax.base import Model
+from spec_jax.heads import Heads
+from spec_jax.hub import Loaded
+from train import losses, medusa as medusa_1
+from train.distill import unstack_layers
+from train.measure import HeldOut, cast
+from train.recipe import Recipe
+from train.records import Example
+
+__all__ = ["build", "check", "make_loss"]
+
+# Where the target lies in the folder of the best.
+TARGET = "target"
+
+
+def check(config: Any) -> None:
+  """Checks what can be known before the target is read.
+
+  Raises:
+    ValueError: naming the field, its range and what it got.
+  """
+  medusa_1.check(config)
+  joint = config.joint
+  for name in ("law_weight", "token_weight", "heads_weight", "heads_first"):
+    if joint[name] < 0:
+      raise ValueError(f"joint.{name} must be at least 0, got {joint[name]}")
+  if not joint.law_weight + joint.token_weight > 0:
+    raise ValueError(
+      "joint.law_weight or joint.token_weight must be above 0, or nothing "
+      "holds the target"
+    )
+  if joint.head_rate <= 0:
+    raise ValueError(f"joint.head_rate must be above 0, got {joint.head_rate}")
+
+
+def make_loss(
+  target: Model,
+  heads: Heads,
+  *,
+  decay: float,
+  law_weight: float,
+  token_weight: float,
+  heads_weight: float,
+  chunk: int = 0,
+):
+  """Makes the recipe's loss, see `Recipe.loss` and this file's page.
+
+  Args:
+    target: trained from, and taught by, the frozen parameters.
+    heads: trained with it.
+    decay: weight of head `k` is `decay ** k`.
+    law_weight: of the self-distillation.
+    token_weight: of the data's next token.
+    heads_weight: of the heads' loss; the paper's lambda_0.
+    chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+  """
+
+  def loss(params, frozen, batch, key):
+    del key  # nothing is drawn
+    before = frozen["target"]
+    now = {**before, **cast(params["target"], heads.dtype)}
+    own = {
+      **frozen["words"],
+      "heads": cast(params["heads"], heads.dtype),
+    }
+    teacher = jax.lax.stop_gradient(medusa_1.read(target, before, batch))
+    next_ = {"labels": batch["labels"], "weights": batch["weights"]}
+    arrays = {
+      "heads": {
+        "hidden": medusa_1.read(target, now, batch),
+        **medusa_1.told(heads, own, batch),
+      },
+      "teacher": teacher,
+      "next": next_,
+    }
+
+    def piece(x):
+      found = medusa_1.judge(target, heads, own, now, decay, x["heads"])
+      labels, weights = x["next"]["labels"], x["next"]["weights"]
+      wanted = target.unembed(before, x["teacher"])
+      mine = target.unembed(now, x["heads"]["hidden"])
+      law, alpha = losses.divergence("forward_kl", wanted, mine, weights)
+      token = losses.cross_entropy(mine, labels, weights)
+      total = law_weight * law.sum() + token_weight * token.sum()
+      return {
+        **found,
+        "heads_loss": found["loss"],
+        "loss": total + heads_weight * found["loss"],
+        "law_loss": law.sum(),
+        "same_law": alpha.sum(),
+        "tokens": weights.sum(),
+      }
+
+    sums = losses.sum_chunks(piece, arrays, chunk)
+    return sums.pop("loss"), sums
+
+  return loss
+
+
+def build(
+  config: Any,
+  loaded: Loaded,
+  mesh: Any,
+  held_out: Sequence[Sequence[int]],
+  learn: Sequence[Example] = (),
+) -> Recipe:
+  """Builds the recipe.
+
+  Args:
+    config: see configs/medusa_joint.py.
+    loaded: the target, its parameters plain arrays.
+    mesh: of axes 'data' and 'model', or None.
+    held_out: prompts for the decoder, as token ids.
+    learn: the examples, to count words.
+
+  Raises:
+    ValueError: see `check`.
+  """
+  check(config)
+  target, frozen = loaded.model, loaded.params
+  joint, dtype = config.joint, frozen["final_norm"].dtype
+  heads, with_words = medusa_1.make_heads(config, loaded, learn)
+  saved = jnp.dtype(config.dtype_saved)
+  tuned = [n for n in frozen if n not in trained_draft.SHARED]
+  asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
+  kept = medusa_1.Measured(asked, heads, with_words, saved)
+
+  def init(key):
+    return {
+      "heads": cast(heads.init(key)["heads"], jnp.float32),
+      "target": cast({n: frozen[n] for n in tuned}, jnp.float32),
+    }
+
+  def shardings(mesh):
+    own = sharding.params_shardings(heads, mesh, replicate=True)
+    of_words = {name: own[name] for name in with_words}
+    of_target = sharding.params_shardings(target, mesh)
+    return (
+      {"heads": own["heads"], "target": {n: of_target[n] for n in tuned}},
+      {"target": of_target, "words": of_words},
+    )
+
+  def rates(step):
+    alone = step < joint.heads_first
+    return {
+      "heads": jnp.float32(joint.head_rate),
+      "target": jnp.where(alone, 0.0, 1.0),
+    }
+
+  def target_of(params) -> Loaded:
+    """Returns the tuned target as it would be loaded: rounded."""
+    own = cast(cast(params["target"], saved), dtype)
+    return loaded._replace(params={**frozen, **own})
+
+  def measure(params) -> dict[str, float]:
+    kept.asked = asked._replace(loaded=target_of(params))
+    return kept.measure({"heads": params["heads"]})
+
+  def save(params, folder: Path, info: dict[str, Any]) -> None:
+    whole = dict(target_of(params).params)
+    if isinstance(whole["layers"], dict):
+      whole["layers"] = unstack_layers(whole["layers"])
+    hub_write.write_model(folder / TARGET, loaded, whole, dtype=saved)
+    written = hub.inspect(str(folder / TARGET), cpu_kernel="off").loaded
+    of_target = trained.target_identity(written)
+    kept.save(
+      {"heads": params["heads"]},
+      folder,
+      {**info, "made_from": info.get("target"), "target": of_target},
+    )
+
+  return Recipe(
+    init=init,
+    loss=make_loss(
+      target,
+      heads,
+      decay=config.loss.head_decay,
+      law_weight=joint.law_weight,
+      token_weight=joint.token_weight,
+      heads_weight=joint.heads_weight,
+      chunk=config.loss.chunk,
+    ),
+    frozen={"target": frozen, "words": with_words},
+    shardings=shardings,
+    measure=measure if held_out else None,
+    save=save,
+    rates=rates,
+  )
