@@ -36,6 +36,8 @@ def get_config() -> ConfigDict:
   config.draft = ConfigDict()
   # A number of the target's first layers, or layers like "0,1,28,29".
   config.draft.layers = "4"
+  # Words the draft knows, the target's first; 0 = all.
+  config.draft.words = 0
 
   config.loss = ConfigDict()
   # forward_kl, reverse_kl, jsd, tvd, or cross_entropy with the data's tokens.

@@ -37,6 +37,8 @@ class DecoderConfig:
     tied: logits come from the embedding.
     embed_scale: multiplies embeddings, rounded to the compute dtype.
     attention_scale: multiplies scores; None means `head_dim ** -0.5`.
+    num_words: columns of the output matrix, of the first tokens; the others
+      have logit -inf. 0 = all. Of drafts that know some words only, not tied.
   """
 
   vocab_size: int
@@ -61,6 +63,7 @@ class DecoderConfig:
   tied: bool = False
   embed_scale: float = 1.0
   attention_scale: float | None = None
+  num_words: int = 0
 
   def __post_init__(self):
     if not self.windows:
@@ -69,6 +72,12 @@ class DecoderConfig:
       raise ValueError(
         f"{len(self.windows)} windows for {self.num_layers} layers"
       )
+    if not 0 <= self.num_words <= self.vocab_size:
+      raise ValueError(
+        f"num_words must be in [0, {self.vocab_size}], got {self.num_words}"
+      )
+    if self.num_words and self.tied:
+      raise ValueError("a model that knows some words only cannot be tied")
     if any(w is not None and w < 1 for w in self.windows):
       raise ValueError(f"a window must be at least 1, got {self.windows}")
     if self.num_heads % self.num_kv_heads:
@@ -113,10 +122,20 @@ def check_layers(config: Any, draft: int | Sequence[int]) -> list[int]:
   return layers
 
 
-def shallow_config(config: Any, layers: Sequence[int]) -> Any:
-  """Returns the architecture of a model made of some layers of another."""
+def shallow_config(
+  config: Any, layers: Sequence[int], num_words: int = 0
+) -> Any:
+  """Returns the architecture of a model made of some layers of another.
+
+  Args:
+    config: of the other.
+    layers: which.
+    num_words: see `DecoderConfig`.
+  """
+  words = {"num_words": num_words, "tied": False} if num_words else {}
   return dataclasses.replace(
     config,
     num_layers=len(layers),
     windows=tuple(config.windows[i] for i in layers),
+    **words,
   )

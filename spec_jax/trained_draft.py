@@ -60,6 +60,10 @@ class TrainedDraft(NamedTuple):
     stacked = isinstance(target["layers"], dict)
     if stacked:
       own = decoder.stack_layers(own)
+    if words := self.model.config.num_words:
+      ids = jnp.arange(words, dtype=jnp.int32)
+      head = heads_lib.output_columns(loaded.model, target, ids)
+      own["head"] = head.astype(dtype)
     own = _held_as(target, own)
     model = build_short(self.model.config, dtype, stacked)
     return model, {**target, **own}
@@ -142,8 +146,8 @@ def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
   )
   wanted = {n: x.shape for n, x in shapes.items() if n not in shared}
   given = {n: t.shape for n, t in card.tensors.items()}
-  for name in shared & given.keys() & shapes.keys():  # it may bring its own
-    wanted[name] = shapes[name].shape
+  if isinstance(model, Heads) and "head" in given:  # it may bring its own
+    wanted["head"] = shapes["head"].shape if "head" in shapes else ()
   for name in sorted(wanted.keys() | given.keys()):
     if wanted.get(name) != given.get(name):
       raise LoadError(
@@ -154,8 +158,10 @@ def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
 
 
 def _layers(info: Mapping[str, Any], loaded: Loaded):
-  layers = check_layers(loaded.model.config, info["layers"])
-  return decoder.build(shallow_config(loaded.model.config, layers)), SHARED
+  target = loaded.model.config
+  layers = check_layers(target, info["layers"])
+  words = int(info.get("words", 0))
+  return decoder.build(shallow_config(target, layers, words)), SHARED
 
 
 def words_of(info: Mapping[str, Any], vocab_size: int) -> Words:

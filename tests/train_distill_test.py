@@ -104,6 +104,38 @@ def test_a_saved_draft_is_read_for_a_target_held_in_any_way(
   assert found["final_norm"].dtype == loaded.params["final_norm"].dtype
 
 
+@pytest.mark.parametrize("held", _HELD)
+def test_a_draft_that_knows_some_words_proposes_no_other(
+  held, folder, tmp_path
+):
+  """The target's own columns, -inf past them, and plain decoding's text."""
+  if held == "packed" and kernels.why_not():
+    pytest.skip("no C++ compiler")
+  plain = spec_jax.load(folder, cpu_kernel="off")
+  recipe = distill.build(_config(draft__words=40), plain, None, [])
+  info = {"target": trained.target_identity(plain)}
+  recipe.save(recipe.init(None), tmp_path, info)
+  loaded = spec_jax.load(folder, **_HELD[held])
+  model, params = pairing.resolve_draft(loaded, str(tmp_path))
+  hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32)))
+  hidden = hidden.astype(loaded.params["final_norm"].dtype)
+  logits = model.unembed(params, hidden)
+  expected = loaded.model.unembed(loaded.params, hidden)
+  assert logits.shape == expected.shape
+  np.testing.assert_allclose(
+    logits[:, :40], expected[:, :40], rtol=1e-2, atol=1e-2
+  )
+  assert (np.asarray(logits[:, 40:]) == -np.inf).all()
+  both = [
+    spec_jax.generate(
+      loaded, ["abc"], settings=spec_jax.Settings(max_new_tokens=8), **how
+    )
+    for how in ({}, {"drafter": "vanilla", "draft": str(tmp_path)})
+  ]
+  assert both[0].ids == both[1].ids
+  assert both[1].report["drafted"] > 0
+
+
 def test_bfloat16_computes_nearly_the_same_and_keeps_float32(folder):
   """8 bits of mantissa: some percent of a loss of layers with noise."""
   batch = _batch(60)

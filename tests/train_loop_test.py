@@ -27,7 +27,7 @@ def recipe():
   return train_rig.recipe(train_rig.target())
 
 
-_MOVING = ("medusa_words", "medusa_joint")
+_MOVING = ("distill_words", "medusa_words", "medusa_joint")
 each = pytest.mark.parametrize("name", train_rig.RECIPES)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import pairing, sharding, trained_draft
+from spec_jax.architecture import shallow_config
 from spec_jax.models import decoder
 from spec_jax.rope import Rope
 from tests import fakes
@@ -47,11 +48,13 @@ def rows(count: int, vocab: int = 13, seed: int = 0) -> list[dict]:
   return data.pack(examples, LENGTH)
 
 
-def recipe(pair, *, name: str = "forward_kl", **change) -> Recipe:
+def recipe(
+  pair, *, name: str = "forward_kl", words: int = 0, **change
+) -> Recipe:
   """Returns a recipe that trains the first layer; measures nothing."""
   model, params = pair
-  config, start = pairing.choose_layers(model.config, params, 1)
-  draft = decoder.build(config)
+  _, start = pairing.choose_layers(model.config, params, 1)
+  draft = decoder.build(shallow_config(model.config, [0], words))
   chosen = {n: x for n, x in start.items() if n not in trained_draft.SHARED}
 
   def shardings(mesh):
@@ -141,6 +144,7 @@ def joint_recipe(pair) -> Recipe:
 # Every recipe, on a target that the caller gives.
 RECIPES = {
   "distill": recipe,
+  "distill_words": functools.partial(recipe, words=9),
   "medusa": functools.partial(heads_recipe, "medusa"),
   "medusa_words": functools.partial(
     heads_recipe, "medusa", ids=(0, 1, 2, 4, 5, 7, 8, 10, 11)

@@ -49,6 +49,10 @@ def check(config: Any) -> None:
     raise ValueError(
       f"loss.temperature must be above 0, got {loss.temperature}"
     )
+  if config.draft.words < 0:
+    raise ValueError(
+      f"draft.words must be at least 0, got {config.draft.words}"
+    )
   if not 0 < loss.beta < 1:
     raise ValueError(f"loss.beta must be in (0, 1), got {loss.beta}")
   if loss.top_k < 0:
@@ -100,10 +104,11 @@ def make_loss(
     top_k: see `losses.divergence`.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
   """
+  words = draft.config.num_words
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
-    own = {**frozen, **_cast(params, frozen)}
+    own = {**frozen, **_cast(params, frozen), **words_head(draft, frozen)}
     read = {
       "positions_BT": batch["positions"],
       "segment_ids": batch["segment_ids"],
@@ -116,6 +121,10 @@ def make_loss(
       logits = jax.lax.stop_gradient(target.unembed(frozen, x["theirs"]))
       guess = draft.unembed(own, x["ours"])
       weights = x["weights"]
+      if words:
+        guess = guess[..., :words]
+        ids = jnp.arange(words)
+        logits, weights = losses.keep_ids(logits, ids, weights)
       value, alpha = losses.divergence(
         "tvd" if name == _CROSS_ENTROPY else name,
         logits,
@@ -132,7 +141,7 @@ def make_loss(
         "loss": value.sum(),
         "acceptance": alpha.sum(),
         "agreement": (agree * weights).sum(),
-        "tokens": weights.sum(),
+        "tokens": x["weights"].sum(),
       }
 
     arrays = {
@@ -145,6 +154,16 @@ def make_loss(
     return sums.pop("loss"), sums
 
   return loss
+
+
+def words_head(draft: Model, frozen: PyTree) -> PyTree:
+  """Returns the output matrix of a draft that knows some words only, or {}."""
+  words = draft.config.num_words
+  if not words:
+    return {}
+  if "head" in frozen:
+    return {"head": frozen["head"][:, :words]}
+  return {"head": frozen["embed"][:words].T}
 
 
 def _cast(params: PyTree, frozen: PyTree) -> PyTree:
@@ -183,7 +202,8 @@ def build(
   check(config)
   shape, frozen = loaded.model.config, loaded.params
   layers = layers_of(config, shape)
-  short, start = pairing.choose_layers(shape, frozen, layers)
+  _, start = pairing.choose_layers(shape, frozen, layers)
+  short = architecture.shallow_config(shape, layers, config.draft.words)
   stacked = isinstance(frozen["layers"], dict)
   precision = config.execution.matmul_precision
   options = {
@@ -211,7 +231,11 @@ def build(
     rounded = jax.tree.map(lambda x: x.astype(saved), params)
     return Loaded(
       decoding,
-      {**frozen, **_cast(rounded, frozen)},
+      {
+        **frozen,
+        **_cast(rounded, frozen),
+        **words_head(decoding, frozen),
+      },
       tokenizer=None,  # the target's
       config={},
       name="the draft in training",
@@ -254,7 +278,8 @@ def build(
       name: np.asarray(x.astype(saved))
       for name, x in trained.flatten(plain).items()
     }
-    trained.save(folder, "layers", tensors, {"layers": layers, **info})
+    own = {"layers": layers, "words": short.num_words}
+    trained.save(folder, "layers", tensors, {**own, **info})
 
   return Recipe(
     init=init,

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from experiments import launch, prompts as prompt_files, results
 from experiments.launch import UserError
 from spec_jax import hub, stops
-from spec_jax.generate import Work, make_engine, plan, run
+from spec_jax.generate import Work, make_engine, plan, run, shared_prefix
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -105,8 +105,11 @@ def _answer(engine: Any, work: Work, out: results.ResultFile) -> None:
     total=len(work.jobs), initial=len(out.done), unit="answer", disable=None
   )
   tokens, begin = 0, time.perf_counter()
+  # What all prompts begin with, a system message as a rule, is read once.
+  shared = shared_prefix(rest.jobs)
+  start = engine.prefix([*rest.jobs[0].ids[: shared + 1]]) if shared else None
   with bar:
-    for done in run(engine, rest) if todo else ():
+    for done in run(engine, rest, start=start) if todo else ():
       # The number of the answer: a prompt may have several.
       number = numbers[done.prompt, done.sample]
       out.write(

@@ -80,7 +80,8 @@ def _declare(c: DecoderConfig) -> PyTree:
     **norm("final_norm"),
   }
   if not c.tied:
-    params["head"] = matrix(D, c.vocab_size, "embed", "vocab")
+    of_some = None if c.num_words else "vocab"
+    params["head"] = matrix(D, c.num_words or c.vocab_size, "embed", of_some)
   if c.rope is None:
     params["position"] = _Param((c.max_length, D), (None, "embed"), std=D**-0.5)
   return params
@@ -293,7 +294,11 @@ def _build(
     with jax.default_matmul_precision(precision):
       if c.tied:
         return common.linear_transposed(hidden, params["embed"])
-      return common.linear(hidden, params["head"], dtype=jnp.float32)
+      logits = common.linear(hidden, params["head"], dtype=jnp.float32)
+    if not c.num_words:
+      return logits
+    widths = [(0, 0)] * (logits.ndim - 1) + [(0, c.vocab_size - c.num_words)]
+    return jnp.pad(logits, widths, constant_values=-jnp.inf)
 
   def apply(
     params: PyTree,
