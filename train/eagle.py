@@ -14,6 +14,7 @@ Reference: Li et al. 2024 (EAGLE, section 3.2), 2025 (EAGLE-3, section 3).
 """
 
 from collections.abc import Sequence
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def later(x: Array, k: int) -> Array:
   widths = [(0, 0)] * x.ndim
   widths[1] = (0, k)
   return jnp.pad(x[:, k:], widths)
+
+
+def earlier(x: Array, k: int) -> Array:
+  """Returns `x: [B, T, ...]` moved `k` places to the back, zeros before."""
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (k, 0)
+  return jnp.pad(x[:, : x.shape[1] - k], widths)
 
 
 def pairs_of(batch: dict[str, Array], s: int) -> tuple[Array, Array]:
@@ -205,7 +213,7 @@ def make_loss(
     feature = layer.fuse(own, features)
     keys: list[Array] = []
     values: list[Array] = []
-    total: dict[str, Any] = {}
+    passes: list[dict[str, Array]] = []
     for s in range(steps):
       tokens, weights = pairs_of(batch, s)
       embeds = target.embed(theirs, tokens).astype(heads.dtype)
@@ -215,53 +223,46 @@ def make_loss(
       y = attend_chains(made.q, keys, values, visible, layer.scale)
       y = y.astype(made.residual.dtype)
       feature, state = layer.finish(own, made.residual, y)
-      found = judge(own, theirs, feature, state, final, weights, s)
-      scale = step_decay**s
-      total["loss"] = total.get("loss", 0.0) + scale * found.pop("loss")
-      if s:
-        total[f"acceptance_{s + 1}"] = found["acceptance"]
-      else:
-        total |= found
-    return total.pop("loss"), total
+      # Where the target said the same: its law is then made once for all.
+      found = {"feature": feature, "state": state, "weights": weights}
+      passes.append({k: earlier(x, s + 1) for k, x in found.items()})
+    piece = functools.partial(judge, own, theirs)
+    arrays = {"final": final, "passes": passes}
+    sums = losses.sum_chunks(piece, arrays, chunk)
+    return sums.pop("loss"), sums
 
-  def judge(own, theirs, feature, state, final, weights, s):
-    """Compares a pass with the target's own states, `s + 1` places on."""
+  def judge(own, theirs, x):
+    """Compares every pass with the target's law, and its state, there."""
     mine = config.words
-
-    def piece(x):
-      logits = jax.lax.stop_gradient(target.unembed(theirs, x["final"]))
-      if mine.mapped:
-        logits, counted = losses.keep_ids(logits, own["ids"], x["weights"])
-      elif mine.size < mine.target_size:
-        ids = jnp.arange(mine.size)
-        logits, counted = losses.keep_ids(logits, ids, x["weights"])
-      else:
-        counted = x["weights"]
-      guess = mine.logits(own, target, theirs, x["state"])
-      value, alpha = losses.divergence("forward_kl", logits, guess, counted)
-      agree = logits.argmax(-1) == guess.argmax(-1)
-      found = {
-        "loss": value.sum(),
-        "acceptance": alpha.sum(),
-        "agreement": (agree * counted).sum(),
-        "tokens": x["weights"].sum(),
-      }
+    logits = jax.lax.stop_gradient(target.unembed(theirs, x["final"]))
+    counted = jnp.ones(logits.shape[:-1])
+    if mine.own_matrix:
+      ids = own["ids"] if mine.mapped else jnp.arange(mine.size)
+      logits, counted = losses.keep_ids(logits, ids, counted)
+    total: dict[str, Array] = {}
+    for s, found in enumerate(x["passes"]):
+      weights = found["weights"]
+      guess = mine.logits(own, target, theirs, found["state"])
+      value, alpha = losses.divergence(
+        "forward_kl", logits, guess, weights * counted
+      )
+      value = value.sum()
       if version == 1:
-        away = x["feature"].astype(jnp.float32) - x["final"].astype(jnp.float32)
-        away = jnp.where(x["weights"][..., None] != 0, away, 0.0)
+        away = found["feature"] - x["final"]
+        away = jnp.where(weights[..., None] != 0, away.astype(jnp.float32), 0.0)
         size = jnp.abs(away)
         smooth = jnp.where(size < 1, 0.5 * away**2, size - 0.5).mean(-1)
-        found["feature_loss"] = (smooth * x["weights"]).sum()
-        found["loss"] = found["feature_loss"] + law_weight * found["loss"]
-      return found
-
-    arrays = {
-      "final": later(final, s + 1),
-      "feature": feature,
-      "state": state,
-      "weights": weights,
-    }
-    return losses.sum_chunks(piece, arrays, chunk)
+        total["feature_loss"] = (smooth * weights).sum()
+        value = total["feature_loss"] + law_weight * value
+      total["loss"] = total.get("loss", 0.0) + step_decay**s * value
+      if s:
+        total[f"acceptance_{s + 1}"] = alpha.sum()
+        continue
+      agree = logits.argmax(-1) == guess.argmax(-1)
+      total["acceptance"] = alpha.sum()
+      total["agreement"] = (agree * weights * counted).sum()
+      total["tokens"] = weights.sum()
+    return total
 
   return loss
 
