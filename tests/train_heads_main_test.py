@@ -134,6 +134,29 @@ def test_what_is_read_is_what_was_trained(
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(own))
 
 
+@pytest.mark.parametrize("kind", ["medusa_words", "eagle"])
+def test_heads_are_trained_on_a_mesh(
+  kind, folder, tmp_path, monkeypatch, capsys
+):
+  """2 x 2 devices: trained, measured by the decoder there, and saved."""
+  name = kind.split("_")[0]
+  code, _, err = _run(
+    "main",
+    f"configs/{name}.py",
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'model'}",
+    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+    f"--out={tmp_path / 'run'}",
+    *_SMALL,
+    *_KINDS[kind],
+    "--config.mesh=2x2",
+  )
+  assert code == 0, err
+  card = json.loads((tmp_path / "run/best" / trained.CARD).read_text())
+  assert card["metrics"]["emitted_per_step"] >= 1
+
+
 def test_heads_beside_copying(folder, trained_folder, monkeypatch, capsys):
   """One tree of prompt lookup and an EAGLE head."""
   best = trained_folder("eagle", monkeypatch, capsys)
