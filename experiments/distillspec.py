@@ -30,6 +30,7 @@ from experiments import launch, results
 from experiments.launch import UserError
 import spec_jax
 from spec_jax import trained
+from spec_jax.builtin import sha256_of
 from train import data, distill, loop, losses, on_policy
 from train.checkpoint import Checkpoints, RunFolder
 from train.recipe import Recipe
@@ -76,12 +77,14 @@ def config_of(name: str) -> Any:
 def evaluate(recipe: Recipe, params: Any, rows: list[dict]) -> dict[str, float]:
   """Returns alpha at T = 1 and T = 0 on rows, and what the decoder emits."""
   step = jax.jit(
-    lambda params, batch: recipe.loss(params, recipe.frozen, batch, None)[1]
+    lambda params, frozen, batch: recipe.loss(params, frozen, batch, None)[1]
   )
   total: dict[str, float] = {}
   for row in rows:
     batch = {name: x[None] for name, x in row.items()}
-    for name, value in jax.device_get(step(params, batch)).items():
+    for name, value in jax.device_get(
+      step(params, recipe.frozen, batch)
+    ).items():
       total[name] = total.get(name, 0.0) + float(value)
   tokens = max(total["tokens"], 1.0)
   assert recipe.measure is not None
@@ -187,15 +190,21 @@ def main() -> int:
     answers, held = data.hold_out(examples, _HELD.value)
     learn = {"answers": answers}
     if "truth" in _SOURCES.value:
-      learn["truth"] = data.read_examples(
-        (_TRUTH.value,), loaded, length=length
-      )
+      known = {tuple(x.prompt) for x in held}
+      learn["truth"] = [
+        x
+        for x in data.read_examples((_TRUTH.value,), loaded, length=length)
+        if tuple(x.prompt) not in known
+      ]
   rows = data.pack(held, length)
   identity = {
     "command": "experiments.distillspec",
     "target": trained.target_identity(loaded),
     "config": launch.plain_dict(config_of("")),
-    "tokens": {k: int(sum(len(x.ids) for x in v)) for k, v in learn.items()},
+    "files": {
+      name: file and sha256_of(Path(file))
+      for name, file in (("answers", _ANSWERS.value), ("truth", _TRUTH.value))
+    },
   }
   folder = RunFolder(_OUT.value, identity)
   path = folder.path / "grid.jsonl"

@@ -279,6 +279,10 @@ def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
     if draft:
       raise UserError(f"drafter {name!r} takes no draft model, got {draft!r}")
     return None
+  with user_errors():
+    kind = drafters.takes_heads(name, drafter_options(config.drafter))
+  if kind:
+    return _inspect_heads(name, kind, draft, target)
   if not draft:
     raise UserError(
       f"drafter {name!r} needs --config.drafter.draft: a model's name, "
@@ -304,6 +308,32 @@ def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
     with user_errors():
       check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
   return opened
+
+
+def _inspect_heads(
+  name: str, kind: str, draft: str, target: hub.Inspected
+) -> Draft:
+  """Returns the heads of a drafter, from a folder or the hub.
+
+  Raises:
+    UserError: if there are none.
+  """
+  if not draft:
+    raise UserError(
+      f"drafter {name!r} needs --config.drafter.draft: the folder of trained "
+      f"{kind} heads, or their name on the hub"
+    )
+  folder = draft
+  on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", draft)
+  if on_hub and not Path(draft).expanduser().exists():
+    folder = str(hub.snapshot(draft))
+  found = open_folder(folder, target.loaded)
+  if found is None:
+    raise UserError(
+      f"{draft} holds no {kind} heads (a card of a training, or config.json "
+      "and safetensors; .bin and .pt files must be saved as safetensors)"
+    )
+  return found
 
 
 def check_sizes(

@@ -176,17 +176,39 @@ def train(
   return found[0].params
 
 
+def decode(loaded: Loaded, prompts: list[list[int]], **how) -> Any:
+  """Decodes the prompts, one row at a time."""
+  return generate(
+    loaded,
+    prompts,
+    settings=Settings(max_new_tokens=_ANSWER, stop_ids=()),
+    batch_size=1,
+    seed=0,
+    **how,
+  )
+
+
+def answers_of(loaded: Loaded, prompts: list[list[int]]) -> list[dict]:
+  """Returns the GPT's own answers to the prompts, packed."""
+  examples = []
+  for done in decode(loaded, prompts).completions:
+    ids = np.asarray([*done.prompt_ids, *done.ids], np.int32)
+    examples.append(Example(ids, np.arange(len(ids)) >= len(done.prompt_ids)))
+  return data.pack(examples, _PROMPT + _ANSWER)
+
+
 def compare(
-  loaded: Loaded, prompts: list[list[int]], heads, rows: list[dict]
+  loaded: Loaded, prompts: list[list[int]], heads
 ) -> list[dict[str, Any]]:
   """Decodes the prompts by every draft; returns a line each."""
   made, own = heads
   rates = recipe_file.measure_accuracies(
-    loaded.model, made, own, loaded.params, rows
+    loaded.model, made, own, loaded.params, answers_of(loaded, prompts)
   )
   tree = dataclasses.replace(made.config, accuracies=rates)
   in_tree = BuiltDraft(medusa.build(tree, dtype=made.dtype), own)
   K = made.config.num_heads
+  num_nodes = min(16, 1 + K * len(rates[0]))
   cases: dict[str, dict[str, Any]] = {
     "plain": {},
     f"first {_LAYERS.value} layers, chain of {K}": {
@@ -199,23 +221,16 @@ def compare(
       "draft": in_tree,
       "options": {"tree": (1,) * K},
     },
-    "Medusa, tree of 16": {
+    f"Medusa, tree of {num_nodes}": {
       "drafter": "medusa",
       "draft": in_tree,
-      "options": {"num_nodes": 16},
+      "options": {"num_nodes": num_nodes},
     },
   }
   lines, plain = [], None
   for name, how in cases.items():
     for _ in range(2):  # the first compiles
-      out = generate(
-        loaded,
-        prompts,
-        settings=Settings(max_new_tokens=_ANSWER, stop_ids=()),
-        batch_size=1,
-        seed=0,
-        **how,
-      )
+      out = decode(loaded, prompts, **how)
     plain = plain or out
     report = out.report
     lines.append(
@@ -332,7 +347,7 @@ def main() -> int:
       stop_ids=(),
       files=(),
     )
-    lines = compare(loaded, prompts, (heads, own), rows[:64])
+    lines = compare(loaded, prompts, (heads, own))
     record = {"environment": results.environment(), "lines": lines}
     path = folder.path / "result.json"
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -88,15 +88,10 @@ def combined(
     laws: of the whole.
 
   Raises:
-    ValueError: if two parts have tables of different tokenizers, or look at
-      different layers of the target.
+    ValueError: if two parts have tables of different tokenizers.
   """
+  # One draft is of one kind: parts with heads look at the same layers.
   taps = {d.taps for d in parts.values() if d.taps is not None}
-  if len(taps) > 1:
-    raise ValueError(
-      f"{' and '.join(parts)} look at different layers of the target: "
-      f"{' and '.join(map(str, sorted(taps)))}"
-    )
   vocabularies = {d.vocabulary for d in parts.values()} - {None}
   if len(vocabularies) > 1:
     raise ValueError(

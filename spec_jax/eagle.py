@@ -46,7 +46,7 @@ class EagleConfig:
     num_kv_heads: `G`.
     head_dim: `E`.
     ffn_width: `F`.
-    max_length: of the target.
+    max_length: of a text it drafts for, at most the target's.
     rope: of the positions.
     words: what it knows.
     norm_eps: of its norms.
@@ -340,9 +340,10 @@ def build(
       )
     else:
       held = cache_lib.slot_positions(cache.length, old[0].shape[-2])
-      y = cache_lib.attend(
-        made.q, *old, k, v, held[:, None] >= 0, visible, scale=layer.scale
-      )
+      with jax.default_matmul_precision(precision):
+        y = cache_lib.attend(
+          made.q, *old, k, v, held[:, None] >= 0, visible, scale=layer.scale
+        )
     feature, state = layer.finish(params, made.residual, y)
     return EagleOutput(feature, state, Block((k,), (v,), at))
 

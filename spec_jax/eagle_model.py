@@ -6,6 +6,10 @@ the target's, and wait in a ring of the last `LEAD` until the head is asked, or
 until the ring is full and they are read in one pass. So a row that decodes
 plainly pays a pass of the head every few tokens, and never has more to catch
 up on.
+
+The newest pair always waits: its token is the root, which is not committed
+before it has been read by the target, and where a text is continued another
+one may stand in its place.
 """
 
 import dataclasses
@@ -44,12 +48,10 @@ class EagleState:
   Attributes:
     cache: of the pairs that were read; `length` is their number.
     features: `[B, LEAD, A * D]`, of the last pairs; pair `i` at `i % LEAD`.
-    tokens: `[B, LEAD]` int32, their tokens.
   """
 
   cache: Cache
   features: Array
-  tokens: Array
 
 
 @flax.struct.dataclass
@@ -72,12 +74,14 @@ class Reading(NamedTuple):
     cache: the state before the step.
     block: read since; the last pair of the text lies at node `LEAD - 1`.
     begin: `[B]` number of the pair at node 0.
+    tokens: `[B, LEAD]` int32, of the first nodes' pairs.
     grown: bool scalar, whether anything was read.
   """
 
   cache: EagleState
   block: EagleBlock
   begin: Array
+  tokens: Array
   grown: Array
 
 
@@ -109,7 +113,6 @@ class EagleModel:
     return EagleState(
       cache=eagle.init_cache(self.heads, batch, self.slots),
       features=jnp.zeros((batch, LEAD, width), self.heads.dtype),
-      tokens=jnp.zeros((batch, LEAD), jnp.int32),
     )
 
   def _apply(self, params, tokens, features, positions, cache, block, *rest):
@@ -146,7 +149,7 @@ class EagleModel:
     """
     asked = jnp.minimum(context.max_depth, depth)
     waiting = context.length - 1 - state.cache.length
-    able = (context.length >= 2) & (waiting >= 0) & (waiting <= LEAD)
+    able = (waiting >= 1) & (waiting <= LEAD)
     able = able & (context.length + asked <= self.slots)
     return jnp.where(able, asked, 0)
 
@@ -164,6 +167,10 @@ class EagleModel:
         jnp.zeros((B, size, width), self.heads.dtype),
       ),
       begin=context.length - 1 - LEAD,
+      tokens=_tokens_of(
+        context.tokens,
+        context.length[:, None] - 1 - LEAD + jnp.arange(LEAD)[None],
+      ),
       grown=wanted.any(),
     )
 
@@ -177,14 +184,20 @@ class EagleModel:
     del context
     state, block = reading.cache, reading.block
     pairs = reading.begin[:, None] + jnp.arange(LEAD)[None]
-    tokens, features = self._waiting(params, state, pairs)
+    features = self._waiting(params, state, pairs)
     size = block.block.positions.shape[1]
     causal = jnp.tril(jnp.ones((LEAD, LEAD), bool))[None]
     sees = causal & self.pending(reading)[:, None]
-    visible = jnp.zeros((tokens.shape[0], LEAD, size), bool)
+    visible = jnp.zeros((pairs.shape[0], LEAD, size), bool)
     visible = visible.at[:, :, :LEAD].set(sees)
     out = self._apply(
-      params, tokens, features, pairs, state.cache, block.block, visible
+      params,
+      reading.tokens,
+      features,
+      pairs,
+      state.cache,
+      block.block,
+      visible,
     )
     own = cache_lib.write_nodes(block.features, out.feature, 0)
     return Output(
@@ -202,8 +215,7 @@ class EagleModel:
     before = visible & (there[:, None] == pairs[..., None] - 1)
     # Nodes from `start` on are not written yet.
     before = before & (jnp.arange(there.shape[1]) < start)[None, None]
-    # The root's pair is not to be seen once it is in the cache.
-    parent = jnp.where(before.any(-1), jnp.argmax(before, -1), LEAD - 1)
+    parent = jnp.argmax(before, -1)
     out = self._apply(
       params,
       tokens,
@@ -224,19 +236,17 @@ class EagleModel:
   # --- the text goes on -----------------------------------------------------
 
   def _waiting(self, params, state: EagleState, pairs):
-    """Returns tokens and fused features of pairs that are in the ring."""
-    slot = pairs % LEAD
-    features = self.layer.fuse(
-      params["draft"], take_nodes(state.features, slot)
-    )
-    return take_nodes(state.tokens, slot), features
+    """Returns the fused features of pairs that are in the ring."""
+    features = take_nodes(state.features, pairs % LEAD)
+    return self.layer.fuse(params["draft"], features)
 
   def prefill(self, params, state: EagleState, chunk: Chunk, output):
     """Reads the pairs of a piece of the prompt."""
-    index = jnp.minimum(chunk.positions + 1, chunk.all_tokens.shape[1] - 1)
-    tokens = jnp.take_along_axis(chunk.all_tokens, index, 1)
     first = chunk.positions[:, 0]
-    return self._add(params, state, first, output.hidden, tokens, chunk.num, 0)
+    old = first[:, None] - LEAD + jnp.arange(LEAD)[None]
+    pairs = jnp.concatenate([old, chunk.positions], 1)
+    tokens = _tokens_of(chunk.all_tokens, pairs)
+    return self._add(params, state, first, output.hidden, tokens, chunk.num, 1)
 
   def update(self, params, reading: Reading, where, verdict: Verdict):
     """Keeps what was read of the text, and adds the pairs of what is new."""
@@ -259,25 +269,24 @@ class EagleModel:
       dataclasses.replace(state, cache=cache),
       pairs,
       verdict.hidden,
-      verdict.tokens,
+      jnp.concatenate([reading.tokens, jnp.maximum(verdict.tokens, 0)], 1),
       verdict.num_tokens,
       LEAD,
     )
 
-  def _add(self, params, state, first_B, hidden_BJAD, tokens_BJ, num_B, most):
-    """Adds new pairs; reads those that wait where they would be too many.
+  def _add(self, params, state, first_B, hidden_BJAD, tokens_BQ, num_B, most):
+    """Adds new pairs; where too many would wait, reads all but the newest.
 
     Args:
       params: see `Drafter`.
       state: of the pairs so far.
       first_B: number of the first new pair.
       hidden_BJAD: the target's features.
-      tokens_BJ: the tokens after them.
+      tokens_BQ: `[B, LEAD + J]` the last tokens before, and theirs.
       num_B: new pairs of each row.
       most: pairs that may wait afterwards.
     """
-    B, J = tokens_BJ.shape
-    tokens_BJ = jnp.maximum(tokens_BJ, 0)
+    B, J = hidden_BJAD.shape[:2]
     features = hidden_BJAD.reshape(B, J, -1).astype(state.features.dtype)
     waiting = first_B - state.cache.length
     room = self.slots - state.cache.length
@@ -287,8 +296,7 @@ class EagleModel:
 
     def read(cache):
       old = first_B[:, None] - LEAD + jnp.arange(LEAD)[None]
-      before, fused = self._waiting(params, state, old)
-      tokens = jnp.concatenate([before, tokens_BJ], 1)
+      fused = self._waiting(params, state, old)
       new = self.layer.fuse(params["draft"], features)
       pairs = first_B[:, None] - LEAD + jnp.arange(LEAD + J)[None]
       good = (pairs >= cache.length[:, None]) & (
@@ -297,7 +305,7 @@ class EagleModel:
       causal = jnp.tril(jnp.ones((LEAD + J, LEAD + J), bool))[None]
       out = self._apply(
         params,
-        tokens,
+        tokens_BQ,
         jnp.concatenate([fused, new], 1),
         pairs,
         cache,
@@ -308,7 +316,7 @@ class EagleModel:
       path = cache_lib.after_pass(
         jnp.clip(path, 0, LEAD + J - 1), out.feature[:, :, None]
       )
-      num = jnp.where(reads, jnp.minimum(waiting + num_B, room), 0)
+      num = jnp.where(reads, jnp.minimum(waiting + num_B - 1, room), 0)
       return cache_lib.commit(cache, out.block, path, num)
 
     cache = lax.cond(reads.any(), read, lambda cache: cache, state.cache)
@@ -319,5 +327,9 @@ class EagleModel:
     return EagleState(
       cache=cache,
       features=put(state.features, slot, features),
-      tokens=put(state.tokens, slot, tokens_BJ),
     )
+
+
+def _tokens_of(text_BW: Array, pairs: Array) -> Array:
+  """Returns the tokens of pairs: of pair `i` the token `i + 1` of the text."""
+  return take_nodes(text_BW, jnp.clip(pairs + 1, 0, text_BW.shape[1] - 1))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from spec_jax.base import Array, Model, PyTree
 from spec_jax.models import common
+from spec_jax.models.decoder import PRECISION
 
 
 class Heads(NamedTuple):
@@ -72,7 +73,8 @@ class Words:
   ) -> Array:
     """Returns `[..., v]` float32 logits of normalised states `[..., D]`."""
     if self.own_matrix:
-      return common.linear(x, params["head"], dtype=jnp.float32)
+      with jax.default_matmul_precision(PRECISION):
+        return common.linear(x, params["head"], dtype=jnp.float32)
     return target.unembed(target_params, x)
 
   def to_target(self, params: PyTree, logits: Array) -> Array:
@@ -142,4 +144,4 @@ def output_columns(target: Model, params: PyTree, ids: Array) -> Array:
   head = params["head"]
   if hasattr(head, "panels"):
     return common.embed_rows(head, ids).T
-  return jax.numpy.take(head, ids, axis=1).astype(jnp.float32)
+  return jnp.take(head, ids, axis=1).astype(jnp.float32)

@@ -303,6 +303,15 @@ def _find(name: str, revision: str | None) -> _Found:
   return _open_folder(_snapshot(name, revision, _SMALL_FILES + _WEIGHT_FILES))
 
 
+def snapshot(name: str, revision: str | None = None) -> Path:
+  """Returns a folder with the files of a name on the hub, config and weights.
+
+  Raises:
+    LoadError: in one line, if it cannot be got.
+  """
+  return _snapshot(name, revision, _SMALL_FILES + _WEIGHT_FILES)
+
+
 def _snapshot(name: str, revision: str | None, patterns) -> Path:
   import huggingface_hub
 

@@ -62,6 +62,6 @@ def write_model(
     loaded.tokenizer.save_pretrained(folder)
   path = folder / "model.safetensors"
   temporary = folder / "weights.tmp"
-  temporary.write_bytes(save(tensors))
+  temporary.write_bytes(save(tensors, metadata={"format": "pt"}))
   os.replace(temporary, path)
   return path

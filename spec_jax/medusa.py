@@ -120,8 +120,9 @@ def logits_of(
   config = heads.config
   if not config.own_matrices:
     return config.words.logits(params, target, target_params, states)
-  found = [
-    common.linear(states[..., k, :], w["out"], dtype=jnp.float32)
-    for k, w in enumerate(params["heads"])
-  ]
+  with jax.default_matmul_precision(PRECISION):
+    found = [
+      common.linear(states[..., k, :], w["out"], dtype=jnp.float32)
+      for k, w in enumerate(params["heads"])
+    ]
   return jnp.stack(found, -2)

@@ -25,12 +25,13 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import eagle, medusa, models
 from spec_jax.base import PyTree
 from spec_jax.builtin import sha256_of
-from spec_jax.heads import Heads, Words
+from spec_jax.heads import Heads, Words, output_columns
 from spec_jax.hub import Loaded
 from spec_jax.safetensors_io import LoadError, Tensor, open_safetensors
 from spec_jax.trained import Card, flatten
@@ -70,6 +71,8 @@ _SHAPE = (
   "rope_scaling",
   "rope_parameters",
 )
+# Layers made otherwise, by flags of other trainers.
+_OTHERWISE = ("norm_before_residual", "norm_before_fc", "attention_bias")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -221,12 +224,34 @@ def _read_medusa(config: Mapping, tensors: Mapping[str, Tensor], loaded):
   return medusa.build(made), ours
 
 
-def _layer_ids(config: Mapping) -> tuple[int, ...] | None:
-  """Returns the layers that feed EAGLE-3, wherever config.json names them."""
-  for place in (config, config.get("eagle_config") or {}):
-    if place.get(_TAPS) is not None:
-      return tuple(map(int, place[_TAPS]))
-  return None
+def _taps(config: Mapping, num_layers: int) -> tuple[int, ...]:
+  """Returns after how many layers EAGLE-3 looks, as config.json says.
+
+  Within "eagle_config" (SpecForge, SGLang) a number is that of the layer whose
+  output is taken, at the top (vLLM) of the layer that the stream enters, which
+  is one more. Converted files carry the former to the top unchanged: numbers
+  there that would be the default but for the one are taken so.
+
+  Raises:
+    ValueError: if they lead out of the target.
+  """
+  nested = (config.get("eagle_config") or {}).get(_TAPS)
+  if nested is not None:
+    taps = tuple(int(i) + 1 for i in nested)
+  elif config.get(_TAPS) is not None:
+    taps = tuple(map(int, config[_TAPS]))
+    shifted = tuple(i + 1 for i in taps)
+    if num_layers >= 6 and shifted == eagle.default_taps(num_layers):
+      _log.warning("layers %s are taken as outputs, not inputs", taps)
+      taps = shifted
+  else:
+    taps = eagle.default_taps(num_layers)
+    _log.warning("config.json names no layers; EAGLE-3 looks at %s", taps)
+  if not all(0 <= tap <= num_layers for tap in taps):
+    raise ValueError(
+      f"config.json names layers {taps} of a target of {num_layers}"
+    )
+  return taps
 
 
 def _read_eagle(config: Mapping, tensors: Mapping[str, Tensor], loaded):
@@ -250,6 +275,7 @@ def _read_eagle(config: Mapping, tensors: Mapping[str, Tensor], loaded):
   used = {*theirs.values(), "d2t"}
   if version == 3:
     words, ids = _words(tensors, ours["head"].shape[1], target.vocab_size)
+    _agree(config, "draft_vocab_size", words.size)
     if ids is not None:
       ours["ids"] = Tensor(
         ids.shape, ids.dtype, lambda begin, end: ids[begin:end]
@@ -258,18 +284,26 @@ def _read_eagle(config: Mapping, tensors: Mapping[str, Tensor], loaded):
     used.add("lm_head.weight")  # the target's
   _refuse_others(tensors, used, "EAGLE")
   _check_width(config, ours["fc.w"].shape[1], target)
+  for name in _OTHERWISE:
+    if config.get(name):
+      raise LoadError(f"config.json says {name}, which is not supported")
   shape = models.load("llama").from_hf(
     {
+      # What their own code takes where the file says nothing.
+      **({} if "rope_parameters" in config else {"rope_theta": 10000.0}),
       **{name: config[name] for name in _SHAPE if name in config},
       "model_type": "llama",
       "num_hidden_layers": 1,
       "vocab_size": target.vocab_size,
     }
   )
-  taps = _layer_ids(config) if version == 3 else ()
-  if taps is None:
-    taps = eagle.default_taps(target.num_layers)
-    _log.warning("config.json names no layers; EAGLE-3 looks at %s", taps)
+  if shape.max_length < target.max_length:
+    _log.warning(
+      "this head drafts up to %d tokens of a text, the target reads %d",
+      shape.max_length,
+      target.max_length,
+    )
+  taps = _taps(config, target.num_layers) if version == 3 else ()
   made = eagle.config_of(
     shape,
     version,
@@ -333,11 +367,9 @@ def write_public(
       "medusa_num_heads": c.num_heads,
       "medusa_num_layers": c.num_layers,
     }
-    if c.words.own_matrix:
-      raise ValueError(
-        "Medusa's layout has no place for heads that know some words only"
-      )
     for name, x in own.items():
+      if name in ("head", "ids"):
+        continue  # the target's own columns: there, heads know every word
       _, k, leaf = name.split(".")
       if leaf == "out":
         tensors[f"{k}.{c.num_layers}.weight"] = turn(x)
@@ -345,7 +377,9 @@ def write_public(
         what = "weight" if leaf[0] == "w" else "bias"
         tensors[f"{k}.{leaf[1:]}.linear.{what}"] = turn(x)
   else:
-    tensors = {n: turn(x) for n, x in _eagle_tensors(heads, own).items()}
+    tensors = {
+      n: turn(x) for n, x in _eagle_tensors(heads, own, loaded).items()
+    }
     config |= _eagle_config(c, loaded)
   (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   path = folder / "model.safetensors"
@@ -353,7 +387,9 @@ def write_public(
   return path
 
 
-def _eagle_tensors(heads: Heads, own: Mapping[str, np.ndarray]) -> dict:
+def _eagle_tensors(
+  heads: Heads, own: Mapping[str, np.ndarray], loaded: Loaded
+) -> dict:
   """Returns the tensors of an EAGLE head under their names, not transposed."""
   c = heads.config
   prefix = "midlayer." if c.version == 3 else "layers.0."
@@ -369,6 +405,10 @@ def _eagle_tensors(heads: Heads, own: Mapping[str, np.ndarray]) -> dict:
     found["norm.weight"] = own["final_norm"]
     if "head" in own:
       found["lm_head.weight"] = own["head"]
+    else:
+      every = jnp.arange(c.words.size, dtype=jnp.int32)
+      columns = output_columns(loaded.model, loaded.params, every)
+      found["lm_head.weight"] = np.asarray(columns)
     ids = own.get("ids", np.arange(c.words.size))
     found["d2t"] = (ids - np.arange(c.words.size)).astype(np.int64)
     known = np.zeros(c.words.target_size, bool)
@@ -402,5 +442,5 @@ def _eagle_config(c: eagle.EagleConfig, loaded: Loaded) -> dict[str, Any]:
   }
   if c.version == 3:
     config["draft_vocab_size"] = c.words.size
-    config["eagle_config"] = {_TAPS: list(c.taps)}
+    config["eagle_config"] = {_TAPS: [tap - 1 for tap in c.taps]}
   return config

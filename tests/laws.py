@@ -131,6 +131,14 @@ DRAFTERS = {
   "eagle_static": ("eagle", {"tree": (2, 1)}),
   "medusa_words": ("medusa", {"tree": (2, 1)}),
   "eagle_words": ("eagle", {"num_draft": 2}),
+  "eagle_wor": (
+    "eagle",
+    {
+      "tree": (2, 1),
+      "siblings": "without_replacement",
+      "draft_temperature": 1.5,
+    },
+  ),
   "merge_eagle": (
     "merge",
     {
@@ -169,6 +177,7 @@ ON_LAYERS = (
   "eagle_grown",
   "eagle_static",
   "eagle_words",
+  "eagle_wor",
   "merge_eagle",
 )
 # D14: heads that know some of the three tokens.

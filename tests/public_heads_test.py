@@ -51,6 +51,8 @@ def heads_of(kind, loaded):
     )
   else:
     words = Words(len(IDS), V, own_matrix=True, mapped=True)
+    if kind == "eagle_3_all":
+      words = everything
     heads = eagle.build(eagle.config_of(target, 3, words, taps=(0, 1, 2)))
   params = _random(jax.eval_shape(lambda: heads.init(jax.random.key(0))))
   if "ids" in params:
@@ -58,7 +60,14 @@ def heads_of(kind, loaded):
   return heads, params
 
 
-KINDS = ["medusa", "medusa_own", "eagle_1", "eagle_1_bias", "eagle_3"]
+KINDS = [
+  "medusa",
+  "medusa_own",
+  "eagle_1",
+  "eagle_1_bias",
+  "eagle_3",
+  "eagle_3_all",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +77,10 @@ def test_what_is_written_is_read(kind, loaded, tmp_path):
   public_heads.write_public(tmp_path, heads, params, loaded)
   assert public_heads.is_public(tmp_path)
   again, own = pairing.resolve_draft(loaded, str(tmp_path))
-  assert again.config == heads.config
+  if kind == "eagle_3_all":  # the target's matrix is written, and read
+    np.testing.assert_array_equal(own.pop("head"), loaded.params["head"])
+  else:
+    assert again.config == heads.config
   jax.tree.map(np.testing.assert_array_equal, own, params)
   out = spec_jax.generate(
     loaded,
@@ -142,6 +154,11 @@ def test_other_spellings_are_read(loaded, tmp_path):
     tensors["embed_tokens.weight"] = np.zeros((3, 3), np.float32)
 
   layers = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
+  assert json.loads((tmp_path / "e/config.json").read_text())[
+    "eagle_config"
+  ] == {
+    "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]  # whose outputs are taken
+  }
   _edit(tmp_path / "e", change, eagle_config=None, **layers)
   again, own = pairing.resolve_draft(loaded, str(tmp_path / "e"))
   assert again.config.taps == (2, 1, 0)  # D16
@@ -170,6 +187,14 @@ def _put(name, value):
     ("eagle_3", _put("y", np.zeros(2)), {}, "tensor y is none of EAGLE heads"),
     ("eagle_1_bias", None, {"bias": False}, "says bias False"),
     ("eagle_1", None, {"bias": True}, "says bias True"),
+    ("eagle_3", None, {"draft_vocab_size": 9}, "says draft_vocab_size 9"),
+    ("eagle_3", None, {"norm_before_residual": True}, "norm_before_residual"),
+    (
+      "eagle_3",
+      None,
+      {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+      r"names layers \(1, 2, 3\) of a target of 2",
+    ),
     (
       "eagle_3",
       _put("midlayer.mlp.up_proj.weight", np.zeros((3, 3), np.float32)),

@@ -8,7 +8,7 @@ the features that the one before made, as the head does when it drafts. In pass
 sees the target's features up to `i` and its own chain's after that. Its token
 is the data's, not the head's.
 
-A position whose likeliest token is no word of the head teaches nothing.
+Where the likeliest token is no word of the head, its law teaches nothing.
 
 Reference: Li et al. 2024 (EAGLE, section 3.2), 2025 (EAGLE-3, section 3).
 """
@@ -24,12 +24,13 @@ import numpy as np
 
 from spec_jax import eagle, sharding, trained, trained_draft
 from spec_jax.base import Array, Model
+from spec_jax.drafters import best_first
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
-from spec_jax.models.decoder import FINAL
+from spec_jax.models.decoder import FINAL, PRECISION
 from spec_jax.trained_draft import BuiltDraft
 from train import losses
-from train.measure import HeldOut, cast
+from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
 from train.records import Example
 from train.words import check_words, choose_words
@@ -71,6 +72,10 @@ def check(config: Any) -> None:
       f"loss.chunk must divide data.length {config.data.length}, got "
       f"{loss.chunk}"
     )
+  best_first.check_sizes(
+    *(config.eval[name] for name in ("num_nodes", "depth", "width"))
+  )
+  no_remat(config)
   if config.dtype_saved not in ("bfloat16", "float32"):
     raise ValueError(
       f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
@@ -172,6 +177,7 @@ def make_loss(
   law_weight: float = 0.1,
   noise: float = 0.0,
   chunk: int = 0,
+  precision: str | None = PRECISION,
 ):
   """Makes the recipe's loss, see `Recipe.loss`.
 
@@ -183,9 +189,10 @@ def make_loss(
     law_weight: of version 1, of the law beside the feature; the paper takes .1.
     noise: of version 1, the largest that is added to a feature.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+    precision: of products, see `decoder.build`.
   """
   config = heads.config
-  layer = eagle.make_layer(config)
+  layer = eagle.make_layer(config, precision)
   version = config.version
 
   def loss(params, frozen, batch, key):
@@ -220,7 +227,8 @@ def make_loss(
       made = layer.project(own, embeds, feature, batch["positions"] + s)
       keys.append(made.k)
       values.append(made.v)
-      y = attend_chains(made.q, keys, values, visible, layer.scale)
+      with jax.default_matmul_precision(precision):
+        y = attend_chains(made.q, keys, values, visible, layer.scale)
       y = y.astype(made.residual.dtype)
       feature, state = layer.finish(own, made.residual, y)
       # Where the target said the same: its law is then made once for all.
@@ -248,8 +256,8 @@ def make_loss(
       )
       value = value.sum()
       if version == 1:
-        away = found["feature"] - x["final"]
-        away = jnp.where(weights[..., None] != 0, away.astype(jnp.float32), 0.0)
+        away = found["feature"].astype(jnp.float32) - x["final"]
+        away = jnp.where(weights[..., None] != 0, away, 0.0)
         size = jnp.abs(away)
         smooth = jnp.where(size < 1, 0.5 * away**2, size - 0.5).mean(-1)
         total["feature_loss"] = (smooth * weights).sum()
@@ -289,15 +297,20 @@ def build(
   check(config)
   target, frozen = loaded.model, loaded.params
   words, ids = choose_words(config.draft, target.config.vocab_size, learn)
+  taps = tuple(config.draft.taps)
+  L = target.config.num_layers
+  if not all(0 <= tap <= L for tap in taps):
+    raise ValueError(f"draft.taps {taps} are not in [0, {L}]")
   heads = eagle.build(
     eagle.config_of(
       target.config,
       config.draft.version,
       words,
-      taps=tuple(config.draft.taps),
+      taps=taps,
       ffn_width=config.draft.ffn_width,
     ),
     dtype=frozen["final_norm"].dtype,
+    precision=precision_of(config),
   )
   saved = jnp.dtype(config.dtype_saved)
   fixed = {} if ids is None else {"ids": ids}
@@ -355,6 +368,7 @@ def build(
       law_weight=config.loss.law_weight,
       noise=config.loss.noise,
       chunk=config.loss.chunk,
+      precision=precision_of(config),
     ),
     frozen={"target": frozen, "words": with_words},
     shardings=shardings,

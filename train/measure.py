@@ -11,7 +11,7 @@ from spec_jax.generate import Generation, generate
 from spec_jax.hub import Loaded
 from spec_jax.settings import Settings
 
-__all__ = ["HeldOut", "cast", "rows_for"]
+__all__ = ["HeldOut", "cast", "no_remat", "precision_of", "rows_for"]
 
 
 def rows_for(count: int, most: int, mesh: Any) -> int:
@@ -59,6 +59,25 @@ class HeldOut(NamedTuple):
     out = self.decode(drafter=drafter, draft=draft, options=options)
     names = ("emitted_per_step", "acceptance_rate")
     return {name: float(out.report[name]) for name in names}
+
+
+def precision_of(config: Any) -> str | None:
+  """Returns the precision of products that a configuration names."""
+  name = config.execution.matmul_precision
+  return None if name == "default" else name
+
+
+def no_remat(config: Any) -> None:
+  """Refuses `train.remat` where no layer of the target is trained.
+
+  Raises:
+    ValueError: if it is set.
+  """
+  if config.train.remat:
+    raise ValueError(
+      "train.remat is for recipes that train layers of the target; here "
+      "loss.chunk saves memory"
+    )
 
 
 def cast(params: PyTree, dtype) -> PyTree:

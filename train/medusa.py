@@ -27,7 +27,7 @@ from spec_jax.hub import Loaded
 from spec_jax.sampling import largest
 from spec_jax.trained_draft import BuiltDraft
 from train import data, losses
-from train.measure import HeldOut, cast
+from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
 from train.records import Example
 from train.words import check_words, choose_words
@@ -49,6 +49,12 @@ def check(config: Any) -> None:
     if draft[name] < 1:
       raise ValueError(f"draft.{name} must be at least 1, got {draft[name]}")
   check_words(draft)
+  most = sum(_RANKS**k for k in range(draft.heads + 1))
+  if not 2 <= config.eval.num_nodes <= most:
+    raise ValueError(
+      f"eval.num_nodes must be in [2, {most}] with {draft.heads} heads, got "
+      f"{config.eval.num_nodes}"
+    )
   if not 0 < loss.head_decay <= 1:
     raise ValueError(
       f"loss.head_decay must be in (0, 1], got {loss.head_decay}"
@@ -194,6 +200,22 @@ def measure_accuracies(
     target_params: of the target.
     rows: packed answers of the target.
   """
+  counts: Any = 0
+  seen: Any = 0
+  hits = _hits(target, heads)
+  for row in rows:
+    batch = {name: x[None] for name, x in row.items()}
+    right, total = jax.device_get(hits(params, target_params, batch))
+    counts, seen = counts + right, seen + total
+  rates = counts / np.maximum(seen, 1)[:, None]
+  # Downwards: ranks of a head must not add up to more than 1.
+  rates = np.floor(rates * 1e4) / 1e4
+  return tuple(tuple(map(float, row)) for row in rates)
+
+
+@functools.lru_cache(maxsize=8)
+def _hits(target: Model, heads: Heads):
+  """Returns a compiled function that counts by head and rank."""
   K, R = heads.config.num_heads, min(_RANKS, heads.config.words.size)
 
   @jax.jit
@@ -211,14 +233,7 @@ def measure_accuracies(
       total.append(weight.sum())
     return jnp.stack(right), jnp.stack(total)
 
-  counts: Any = 0
-  seen: Any = 0
-  for row in rows:
-    batch = {name: x[None] for name, x in row.items()}
-    right, total = jax.device_get(hits(params, target_params, batch))
-    counts, seen = counts + right, seen + total
-  rates = counts / np.maximum(seen, 1)[:, None]
-  return tuple(tuple(round(float(x), 4) for x in row) for row in rates)
+  return hits
 
 
 def make_heads(
@@ -242,6 +257,7 @@ def make_heads(
       max_length=shape.max_length,
     ),
     dtype=loaded.params["final_norm"].dtype,
+    precision=precision_of(config),
   )
   fixed = {} if ids is None else {"ids": ids}
   return heads, trained_draft.build_heads(heads, fixed, loaded)[1]
@@ -252,6 +268,7 @@ class Measured:
 
   Attributes:
     asked: the prompts and the target, which may change before each measuring.
+    words: the parameters of the heads' words, which follow the target.
     accuracies: `[K][R]` of the last measuring.
   """
 
@@ -272,14 +289,14 @@ class Measured:
     """
     self.asked = asked
     self.accuracies: tuple[tuple[float, ...], ...] = ()
-    self._heads, self._words, self._saved = heads, words, saved
+    self._heads, self.words, self._saved = heads, words, saved
 
   def _draft(self, params: PyTree, rates) -> BuiltDraft:
     """Returns heads as they would be loaded: rounded, with a tree."""
     own = cast(cast(params, self._saved), self._heads.dtype)
     config = dataclasses.replace(self._heads.config, accuracies=rates)
     made = medusa.build(config, dtype=self._heads.dtype)
-    return BuiltDraft(made, {**self._words, **own})
+    return BuiltDraft(made, {**self.words, **own})
 
   def measure(self, params: PyTree) -> dict[str, float]:
     """Returns what `Recipe.measure` does; `params` is `{"heads": ...}`."""
@@ -312,8 +329,8 @@ class Measured:
       name: np.asarray(x)
       for name, x in trained.flatten(cast(params, self._saved)).items()
     }
-    if "ids" in self._words:
-      tensors["ids"] = np.asarray(self._words["ids"])
+    if "ids" in self.words:
+      tensors["ids"] = np.asarray(self.words["ids"])
     config = self._heads.config
     own = {
       "num_heads": config.num_heads,
@@ -345,6 +362,7 @@ def build(
     ValueError: see `check`.
   """
   check(config)
+  no_remat(config)
   target, frozen = loaded.model, loaded.params
   heads, with_words = make_heads(config, loaded, learn)
 

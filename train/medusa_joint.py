@@ -16,7 +16,10 @@ Reference: Cai et al. 2024 (Medusa), sections 2.2.2 and 2.3.2.
 """
 
 from collections.abc import Sequence
+import os
 from pathlib import Path
+import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -26,9 +29,10 @@ from spec_jax import hub, hub_write, sharding, trained, trained_draft
 from spec_jax.base import Model
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
+from spec_jax.models import decoder
 from train import losses, medusa as medusa_1
 from train.distill import unstack_layers
-from train.measure import HeldOut, cast
+from train.measure import HeldOut, cast, precision_of
 from train.recipe import Recipe
 from train.records import Example
 
@@ -142,13 +146,21 @@ def build(
     ValueError: see `check`.
   """
   check(config)
-  target, frozen = loaded.model, loaded.params
+  frozen = loaded.params
   joint, dtype = config.joint, frozen["final_norm"].dtype
+  target = decoder.build(
+    loaded.model.config,
+    dtype=dtype,
+    scan_layers=isinstance(frozen["layers"], dict),
+    remat=config.train.remat,
+    precision=precision_of(config),
+  )
   heads, with_words = medusa_1.make_heads(config, loaded, learn)
   saved = jnp.dtype(config.dtype_saved)
   tuned = [n for n in frozen if n not in trained_draft.SHARED]
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
   kept = medusa_1.Measured(asked, heads, with_words, saved)
+  fixed_words = {n: x for n, x in with_words.items() if n == "ids"}
 
   def init(key):
     return {
@@ -173,26 +185,42 @@ def build(
     }
 
   def target_of(params) -> Loaded:
-    """Returns the tuned target as it would be loaded: rounded."""
-    own = cast(cast(params["target"], saved), dtype)
-    return loaded._replace(params={**frozen, **own})
+    """Returns the tuned target as it is written: all of it rounded."""
+    whole = {**frozen, **cast(params["target"], dtype)}
+    return loaded._replace(params=cast(cast(whole, saved), dtype))
 
   def measure(params) -> dict[str, float]:
-    kept.asked = asked._replace(loaded=target_of(params))
+    now = target_of(params)
+    kept.asked = asked._replace(loaded=now)
+    kept.words = trained_draft.build_heads(heads, fixed_words, now)[1]
     return kept.measure({"heads": params["heads"]})
 
   def save(params, folder: Path, info: dict[str, Any]) -> None:
     whole = dict(target_of(params).params)
     if isinstance(whole["layers"], dict):
       whole["layers"] = unstack_layers(whole["layers"])
-    hub_write.write_model(folder / TARGET, loaded, whole, dtype=saved)
-    written = hub.inspect(str(folder / TARGET), cpu_kernel="off").loaded
+    folder.mkdir(parents=True, exist_ok=True)
+    # The card names one target and the link leads to it: whatever is killed,
+    # the target before is there until the new one is whole.
+    part = Path(tempfile.mkdtemp(dir=folder, prefix="part-"))
+    hub_write.write_model(part, loaded, whole, dtype=saved)
+    written = hub.inspect(str(part), cpu_kernel="off").loaded
     of_target = trained.target_identity(written)
-    kept.save(
-      {"heads": params["heads"]},
-      folder,
-      {**info, "made_from": info.get("target"), "target": of_target},
-    )
+    place = folder / f"{TARGET}-{of_target['weights_sha256'][:12]}"
+    if place.exists():
+      shutil.rmtree(part)
+    else:
+      os.replace(part, place)
+    of_target = {**of_target, "name": str(place)}
+    own = {**info, "made_from": info.get("target"), "target": of_target}
+    kept.save({"heads": params["heads"]}, folder, own)
+    link = folder / f"{TARGET}.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(place.name)
+    os.replace(link, folder / TARGET)
+    for old in folder.glob(f"{TARGET}-*"):
+      if old != place:
+        shutil.rmtree(old)
 
   return Recipe(
     init=init,

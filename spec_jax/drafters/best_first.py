@@ -51,8 +51,12 @@ def build(
   return grown(asks, num_nodes=num_nodes, depth=depth, width=width)
 
 
-def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
-  """Builds a drafter of trees that grow, whoever is asked; see `build`."""
+def check_sizes(num_nodes: int, depth: int, width: int) -> None:
+  """Checks the sizes of a tree that grows.
+
+  Raises:
+    ValueError: if one is out of range, or no tree has so many nodes.
+  """
   for name, value, low in (
     ("num_nodes", num_nodes, 2),
     ("depth", depth, 1),
@@ -60,7 +64,6 @@ def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
   ):
     if value < low:
       raise ValueError(f"{name} must be at least {low}, got {value}")
-  width = min(width, asks.vocab_size)
   most = 1 + width + (depth - 1) * width * width
   if num_nodes > most:
     raise ValueError(
@@ -71,6 +74,12 @@ def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
     raise ValueError(
       f"depth must be below num_nodes, got {depth} and {num_nodes}"
     )
+
+
+def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
+  """Builds a drafter of trees that grow, whoever is asked; see `build`."""
+  width = min(width, asks.vocab_size)
+  check_sizes(num_nodes, depth, width)
   num_read = growth.num_read(depth, width)
 
   def log_law(logits, context, counts, copies):

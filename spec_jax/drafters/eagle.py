@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_jax import tree as trees
-from spec_jax.base import DETERMINISTIC, IID, Drafter, Model
+from spec_jax.base import Drafter, Model
+from spec_jax.draft_model import check_temperature
 from spec_jax.drafters.best_first import grown
-from spec_jax.drafters.vanilla import StaticTree
+from spec_jax.drafters.vanilla import SIBLINGS, StaticTree
 from spec_jax.eagle_model import EagleModel
 
 TAKES_DRAFT = True
@@ -31,6 +32,8 @@ def build(
   num_draft: int = 0,
   tree: Sequence[int] | None = None,
   parents: Sequence[int] | None = None,
+  siblings: str = "",
+  draft_temperature: float | None = None,
 ) -> Drafter:
   """Builds EAGLE.
 
@@ -46,6 +49,10 @@ def build(
     tree: children per node at each depth of a static tree instead, the head's
       likeliest tokens, e.g. `(3, 2, 1)`.
     parents: any other static tree, see `tree.from_parents`.
+    siblings: how nodes of a chain or static tree are drawn: "iid",
+      "without_replacement" or "top_k"; "" = a chain from the law, a tree top-k.
+    draft_temperature: the head's own where the row's is not 0, of nodes that
+      are drawn; None = the row's.
 
   Raises:
     ValueError: if there is no EAGLE head, a number is out of range, or two
@@ -56,9 +63,25 @@ def build(
     raise ValueError("give one of num_draft, tree and parents")
   if num_draft < 0:
     raise ValueError(f"num_draft must be at least 0, got {num_draft}")
+  if siblings not in ("", *SIBLINGS):
+    raise ValueError(
+      f"siblings must be one of {', '.join(SIBLINGS)}, got {siblings!r}"
+    )
+  check_temperature(draft_temperature)
+  grows = not num_draft and tree is None and parents is None
+  if grows and (siblings or draft_temperature is not None):
+    raise ValueError(
+      "a tree that grows is certain: siblings and draft_temperature are for "
+      "num_draft, tree or parents"
+    )
   taps = asks.heads.config.taps
+
+  def static(shape, usual: str) -> Drafter:
+    how = SIBLINGS[siblings or usual]
+    return StaticTree(asks, shape, how, draft_temperature).drafter()
+
   if num_draft:
-    made = StaticTree(asks, trees.chain(num_draft), IID).drafter()
+    made = static(trees.chain(num_draft), "iid")
   elif tree is not None or parents is not None:
     if tree is not None:
       shape = trees.branching(tree)
@@ -67,7 +90,7 @@ def build(
     trees.check_children(shape, asks.vocab_size)
     if shape.depth < 1:
       raise ValueError("the tree must have a node below its root")
-    made = StaticTree(asks, shape, DETERMINISTIC).drafter()
+    made = static(shape, "top_k")
   else:
     made = grown(asks, num_nodes=num_nodes, depth=depth, width=width)
   return made._replace(taps=taps, catches_up=False)

@@ -264,7 +264,9 @@ class StaticTree:
     point_only = greedy_only or self.siblings == DETERMINISTIC
     if not point_only:
       sampling = own_temperature(sampling, self.temperature)
-      q = law(rest, sampling)
+      some = jnp.isfinite(rest).any(-1, keepdims=True)
+      # Nothing may be said, every word being banned: no child can be kept.
+      q = jnp.where(some, law(jnp.where(some, rest, 0.0), sampling), 0.0)
       left = q
       where = jnp.where(nodes_W >= 0, nodes_W, N)
       probs = probs.at[:, where].set(q.reshape(B, W, V), mode="drop")
