@@ -30,6 +30,12 @@ def main() -> int:
     except OSError as error:
       raise UserError(f"cannot write {_OUT.value}: {error.strerror}") from error
   print(f"{heads.kind} heads in {path}")
+  words = heads.config.words
+  if words.own_matrix and not (heads.kind == "eagle" and heads.config.taps):
+    print(
+      f"this layout has no place for {words.size} words of "
+      f"{words.target_size}: there, all of the target's are known"
+    )
   return 0
 
 
