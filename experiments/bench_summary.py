@@ -300,3 +300,43 @@ def report_oracle(lines: Sequence[Line]) -> str:
       f"{line['ratio']:.2f} of {best:.2f} ({100 * line['ratio'] / best:.0f} %)"
     )
   return "\n".join(text)
+
+
+def repeated(ids: Sequence[int], n: int = 4) -> float:
+  """Returns the part of a text's runs of `n` tokens that stood there before.
+
+  `1 2 3 4 5 1 2 3 4`: one of six.
+  """
+  runs = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+  return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def report_varied(lines: Sequence[Line], most: float = 0.2) -> str:
+  """Says what a step emits over texts that hardly repeat themselves.
+
+  A greedy text that goes round in a loop flatters every draft.
+
+  Args:
+    lines: of all subtasks.
+    most: part of the runs of 4 tokens that may have stood there before.
+  """
+  sums: dict[tuple[str, float], list[int]] = {}
+  for line in lines:
+    for tokens, prompt in zip(line["tokens"], line["prompts"], strict=True):
+      if "repeated" not in prompt:
+        continue
+      kept = prompt["repeated"] < most
+      found = sums.setdefault((line["case"], line["temperature"]), [0] * 6)
+      for at, value in enumerate((tokens, prompt["steps"], 1)):
+        found[at] += value
+        found[at + 3] += value * kept
+  text = [
+    f"Tokens a step over all texts, and those less than {most:.0%} repeated:"
+  ]
+  for (case, temperature), (a, b, c, d, e, f) in sums.items():
+    some = f"{d / e:.2f}" if e else "-"
+    text.append(
+      f"{case}, T={temperature:g}: {a / max(b, 1):.2f} of {c} texts, {some} "
+      f"of {f}"
+    )
+  return "\n".join(text) if sums else ""

@@ -35,7 +35,7 @@ from experiments import (
 from experiments.bench_engines import PLAIN, Bench
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings, drafters, metrics
+from spec_jax import Settings, drafters, metrics, trained
 from spec_jax.engine import Finished
 from spec_jax.generate import make_engine
 from spec_jax.work import Work, plan
@@ -46,6 +46,11 @@ _OTHER = flags.DEFINE_string(
 )
 _CORPUS = flags.DEFINE_string(
   "corpus", "", "An index of a corpus, for cases with one."
+)
+_DRAFTS = flags.DEFINE_string(
+  "drafts",
+  "",
+  "Folder of trained drafts, distill, medusa and eagle, for cases with one.",
 )
 _QUESTIONS = flags.DEFINE_string(
   "questions", "", "Spec-Bench's question.jsonl (category, turns)."
@@ -65,8 +70,18 @@ _README = flags.DEFINE_bool(
 
 # Stand for the values of the flags of these names.
 OTHER, CORPUS = "--other_draft", "--corpus"
+# Stands for a folder of trained drafts; "--drafts/eagle" for one of them.
+TRAINED = "--drafts"
+TRAINED_DRAFTS = _DISTILLED, _MEDUSA, _EAGLE = tuple(
+  f"{TRAINED}/{name}" for name in ("distill", "medusa", "eagle")
+)
 _COST, _INDEX = {"policy": "cost"}, {"corpus": CORPUS}
 _LOOKUP_AND = {"first": "prompt_lookup", "second": "recycling"}
+_LOOKUP_EAGLE = {
+  "first": "prompt_lookup",
+  "second": "eagle(num_nodes=9, depth=4)",
+}
+_CHAIN, _TREE = {"num_draft": 4}, {"tree": (4, 2, 1), "siblings": "top_k"}
 # Name -> keyword arguments of `make_engine`; a case is one line. Those whose
 # drafter has no file, or needs what is not there, are left out and said.
 CASES: dict[str, dict[str, Any]] = {
@@ -85,6 +100,38 @@ CASES: dict[str, dict[str, Any]] = {
   "best first": {"drafter": "best_first", "draft": 8, "policy": "cost"},
   "tli cost": {"drafter": "tli", "draft": OTHER, "policy": "cost"},
   "slem cost": {"drafter": "slem", "draft": OTHER, "policy": "cost"},
+  "distilled chain": {
+    "drafter": "vanilla",
+    "draft": _DISTILLED,
+    "options": _CHAIN,
+  },
+  "distilled tree": {
+    "drafter": "vanilla",
+    "draft": _DISTILLED,
+    "options": _TREE,
+  },
+  "distilled cost": {**_COST, "drafter": "vanilla", "draft": _DISTILLED},
+  "medusa chain": {
+    "drafter": "medusa",
+    "draft": _MEDUSA,
+    "options": {"tree": (1, 1, 1, 1)},
+  },
+  "medusa tree": {"drafter": "medusa", "draft": _MEDUSA},
+  "medusa cost": {**_COST, "drafter": "medusa", "draft": _MEDUSA},
+  "eagle chain": {"drafter": "eagle", "draft": _EAGLE, "options": _CHAIN},
+  "eagle tree": {"drafter": "eagle", "draft": _EAGLE},
+  "eagle cost": {**_COST, "drafter": "eagle", "draft": _EAGLE},
+  "lookup and eagle": {
+    "drafter": "merge",
+    "draft": _EAGLE,
+    "options": _LOOKUP_EAGLE,
+  },
+  "lookup and eagle cost": {
+    **_COST,
+    "drafter": "merge",
+    "draft": _EAGLE,
+    "options": _LOOKUP_EAGLE,
+  },
 }
 
 
@@ -121,6 +168,7 @@ def line_of(
         "steps": done.counts.steps,
         "drafted_at": done.counts.drafted_at,
         "accepted_at": done.counts.accepted_at,
+        "repeated": round(summary.repeated(done.ids), 4),
       }
       for done, _ in ours
     ],
@@ -152,6 +200,30 @@ def run_subtask(
   }
 
 
+def trained_folder(name: str) -> str:
+  """Returns the folder of "--drafts/NAME", or "" if there is none.
+
+  A run of `train.main` serves too: its best is taken.
+  """
+  if not _DRAFTS.value:
+    return ""
+  folder = Path(_DRAFTS.value) / name.removeprefix(f"{TRAINED}/")
+  for place in (folder, folder / "best"):
+    if (place / trained.CARD).is_file():
+      return str(place)
+  return ""
+
+
+def draft_hash(case: str) -> str | None:
+  """Returns the hash of the weights of a case's trained draft, or None."""
+  name = CASES.get(case, {}).get("draft")
+  folder = trained_folder(name) if name in TRAINED_DRAFTS else ""
+  if not folder:
+    return None
+  card = json.loads((Path(folder) / trained.CARD).read_text("utf-8"))
+  return card["weights_sha256"]
+
+
 def usable_cases(
   loaded: spec_jax.Loaded, work: Work, pattern: str
 ) -> dict[str, dict[str, Any]]:
@@ -161,6 +233,7 @@ def usable_cases(
     UserError: if there is none.
   """
   given = {OTHER: _OTHER.value, CORPUS: _CORPUS.value}
+  given |= {name: trained_folder(name) for name in TRAINED_DRAFTS}
   found = {}
   for name, case in CASES.items():
     if not re.search(pattern, name):
@@ -175,6 +248,8 @@ def usable_cases(
         raise ValueError(f"it needs {missing[0]}")
       if made.get("draft") == OTHER:
         made["draft"] = spec_jax.load(_OTHER.value)
+      if made.get("draft") in TRAINED_DRAFTS:
+        made["draft"] = given[made["draft"]]
       if CORPUS in needs:
         made["options"]["corpus"] = _CORPUS.value
       make_engine(loaded, work, batch_size=1, **made)
@@ -206,6 +281,11 @@ def _check_arguments(done: dict, cases: dict) -> None:
             f"case {case!r} was measured with --{name}={line[name]}, not "
             f"{value}"
           )
+    if case in cases and line.get("draft_sha256") != draft_hash(case):
+      raise UserError(
+        f"case {case!r} was measured with another draft than that of --drafts: "
+        f"take its lines out of the file"
+      )
     if case in cases and line["arguments"] != json.loads(json.dumps(wanted)):
       raise UserError(
         f"case {case!r} was measured with {line['arguments']}, now it is "
@@ -246,6 +326,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
           "arguments": CASES[case],
           "other_draft": _OTHER.value or None,
           "corpus": _CORPUS.value or None,
+          "draft_sha256": draft_hash(case),
           "different": [named[n][1] for n in line["different"]],
         }
         out.write(line)
@@ -292,6 +373,7 @@ def main() -> int:
   print(summary.markdown(lines))
   print(summary.report_bars(lines))
   print(summary.report_oracle(lines))
+  print(summary.report_varied(lines))
   if _README.value:
     summary.write_between(
       Path(prompt_files.root("README.md")), summary.markdown(lines)

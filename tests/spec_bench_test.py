@@ -32,6 +32,31 @@ def _questions(folder, per_task=2):
   return path
 
 
+# --- texts that repeat themselves ---------------------------------------------
+
+
+def test_repeated_runs_are_counted():
+  assert summary.repeated([1, 2, 3, 4, 5, 1, 2, 3, 4]) == pytest.approx(1 / 6)
+  assert summary.repeated([7] * 13) == pytest.approx(0.9)
+  assert summary.repeated([1, 2, 3]) == 0
+
+
+def test_varied_texts_are_reported_apart():
+  """Two texts of 8 and 4 tokens in 2 and 4 steps; the first is a loop."""
+  line = {
+    "case": "x",
+    "temperature": 0.0,
+    "tokens": [8, 4],
+    "prompts": [
+      {"steps": 2, "repeated": 0.5},
+      {"steps": 4, "repeated": 0.0},
+    ],
+  }
+  text = summary.report_varied([line])
+  assert "x, T=0: 2.00 of 2 texts, 1.00 of 1" in text
+  assert summary.report_varied([]) == ""
+
+
 # --- prompts ------------------------------------------------------------------
 
 
