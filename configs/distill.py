@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
   config.draft = ConfigDict()
   # A number of the target's first layers, or layers like "0,1,28,29".
   config.draft.layers = "4"
-  # Words the draft knows, the target's first; 0 = all.
+  # Words the draft knows, the target's first; 0, or as many as there are = all.
   config.draft.words = 0
 
   config.loss = ConfigDict()

@@ -31,7 +31,7 @@ from spec_jax.base import (
 )
 from spec_jax.cache import commit, empty_block, read_on
 from spec_jax.drafting import CATCH_UP
-from spec_jax.heads import Heads
+from spec_jax.heads import refuse_heads
 from spec_jax.sampling import scores
 
 # Tokens read in a pass by a row that is further behind than `CATCH_UP`: a CPU
@@ -130,11 +130,7 @@ class DraftModel:
     """
     if draft is None:
       raise ValueError(f"drafter {name!r} needs a draft model or draft layers")
-    if isinstance(draft, Heads):
-      raise ValueError(
-        f"drafter {name!r} needs a draft model, got {draft.kind} heads: they "
-        f"are for drafter {draft.kind!r}"
-      )
+    refuse_heads(name, draft)
     self.model = draft
     self.slots = min(slots, draft.config.max_length)
     self.vocab_size = target.config.vocab_size

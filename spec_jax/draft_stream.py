@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from spec_jax.base import Array, Block, Cache, Chunk, Context, Model, Verdict
 from spec_jax.cache import commit, empty_block, read_on
+from spec_jax.heads import refuse_heads
 from spec_jax.vocabulary_map import VocabularyMap, check_sizes, same_ids
 
 # Draft tokens read at the start of a step in one pass: several of them may say
@@ -83,6 +84,7 @@ class DraftStream:
     """
     if draft is None:
       raise ValueError(f"drafter {name!r} needs a draft model")
+    refuse_heads(name, draft)
     if depth < 1:
       raise ValueError(f"num_draft must be at least 1, got {depth}")
     sizes = target.config.vocab_size, draft.config.vocab_size

@@ -131,6 +131,19 @@ def check_heads(name: str, draft: Any, kind: str) -> Heads:
   return draft
 
 
+def refuse_heads(name: str, draft: Any) -> None:
+  """Checks that a draft is a model.
+
+  Raises:
+    ValueError: if heads are given to a drafter that asks a model.
+  """
+  if isinstance(draft, Heads):
+    raise ValueError(
+      f"drafter {name!r} needs a draft model, got {draft.kind} heads: they are "
+      f"for drafter {draft.kind!r}"
+    )
+
+
 def output_columns(target: Model, params: PyTree, ids: Array) -> Array:
   """Returns `[D, v]` float32, the columns of the target's output matrix.
 

@@ -20,6 +20,9 @@ from spec_jax.heads import Heads, Words, words_axes, words_params
 from spec_jax.models import common
 from spec_jax.models.decoder import PRECISION
 
+# No text is guessed further ahead.
+MOST_HEADS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class MedusaConfig:
@@ -50,6 +53,20 @@ class MedusaConfig:
         raise ValueError(
           f"{name} must be at least 1, got {getattr(self, name)}"
         )
+    if max(self.num_heads, self.num_layers) > MOST_HEADS:
+      raise ValueError(
+        f"there are at most {MOST_HEADS} heads and layers of a head, got "
+        f"{self.num_heads} and {self.num_layers}"
+      )
+    rates = self.accuracies
+    if rates and not (
+      len(rates) == self.num_heads
+      and len({len(row) for row in rates}) == 1
+      and all(0 <= x <= 1 for row in rates for x in row)
+    ):
+      raise ValueError(
+        f"accuracies must be {self.num_heads} rows of as many rates in [0, 1]"
+      )
 
   @property
   def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads and writes heads as their authors publish them.
+"""Reads heads as their authors publish them.
 
 Folders with config.json and safetensors, told apart by names and shapes of
 tensors:
@@ -25,26 +25,24 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import eagle, medusa, models
-from spec_jax.base import PyTree
 from spec_jax.builtin import sha256_of
-from spec_jax.heads import Heads, Words, output_columns
+from spec_jax.heads import Words
 from spec_jax.hub import Loaded
 from spec_jax.safetensors_io import LoadError, Tensor, open_safetensors
 from spec_jax.trained import Card, flatten
 from spec_jax.trained_draft import TrainedDraft
 
-__all__ = ["inspect_public", "is_public", "write_public"]
+__all__ = ["inspect_public", "is_public"]
 
 _log = logging.getLogger(__name__)
 
 _RESIDUAL = r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)"
 _MATRIX = r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight"
 # Ours -> theirs, inside the one layer of EAGLE.
-_LAYER = {
+LAYER = {
   "wq": "self_attn.q_proj",
   "wk": "self_attn.k_proj",
   "wv": "self_attn.v_proj",
@@ -54,7 +52,7 @@ _LAYER = {
   "w_down": "mlp.down_proj",
   "ffn_norm": "post_attention_layernorm",
 }
-_LAYER_3 = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
+LAYER_3 = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
 # What such files may hold besides: copies of the target's, and what follows.
 _COPIES = r"(.*\.)?(embed_tokens\.weight|rotary_emb\.inv_freq)|t2d"
 # What of an EAGLE head's config.json says how its layer is made.
@@ -73,7 +71,7 @@ _SHAPE = (
 )
 # Layers made otherwise, by flags of other trainers.
 _OTHERWISE = ("norm_before_residual", "norm_before_fc", "attention_bias")
-_TAPS = "eagle_aux_hidden_state_layer_ids"
+TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -235,11 +233,11 @@ def _taps(config: Mapping, num_layers: int) -> tuple[int, ...]:
   Raises:
     ValueError: if they lead out of the target.
   """
-  nested = (config.get("eagle_config") or {}).get(_TAPS)
+  nested = (config.get("eagle_config") or {}).get(TAPS)
   if nested is not None:
     taps = tuple(int(i) + 1 for i in nested)
-  elif config.get(_TAPS) is not None:
-    taps = tuple(map(int, config[_TAPS]))
+  elif config.get(TAPS) is not None:
+    taps = tuple(map(int, config[TAPS]))
     shifted = tuple(i + 1 for i in taps)
     if num_layers >= 6 and shifted == eagle.default_taps(num_layers):
       _log.warning("layers %s are taken as outputs, not inputs", taps)
@@ -260,7 +258,7 @@ def _read_eagle(config: Mapping, tensors: Mapping[str, Tensor], loaded):
     name.split("self_attn.")[0] for name in tensors if "self_attn." in name
   )
   version = 3 if f"{prefix}hidden_norm.weight" in tensors else 1
-  names = _LAYER | (_LAYER_3 if version == 3 else {})
+  names = LAYER | (LAYER_3 if version == 3 else {})
   theirs = {f"layers.0.{n}": f"{prefix}{t}.weight" for n, t in names.items()}
   theirs["fc.w"] = "fc.weight"
   bias = "fc.bias" in tensors
@@ -337,110 +335,3 @@ def _words(
   mapped = bool(offsets.any())
   words = Words(size, vocab_size, own_matrix=True, mapped=mapped)
   return words, ids.astype(np.int32) if mapped else None
-
-
-def write_public(
-  folder: str | os.PathLike, heads: Heads, params: PyTree, loaded: Loaded
-) -> Path:
-  """Writes heads as their authors do.
-
-  Args:
-    folder: made if it is not there.
-    heads: Medusa or EAGLE.
-    params: theirs, not packed, the words' matrix included.
-    loaded: their target.
-
-  Returns:
-    The weights' path.
-  """
-  from safetensors.numpy import save_file
-
-  folder = Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  own = {n: np.asarray(x) for n, x in flatten(params).items()}
-  turn = lambda x: np.ascontiguousarray(x.T if x.ndim == 2 else x)
-  c = heads.config
-  config: dict[str, Any] = {"hidden_size": c.width}
-  tensors: dict[str, np.ndarray] = {}
-  if heads.kind == "medusa":
-    config |= {
-      "medusa_num_heads": c.num_heads,
-      "medusa_num_layers": c.num_layers,
-    }
-    for name, x in own.items():
-      if name in ("head", "ids"):
-        continue  # the target's own columns: there, heads know every word
-      _, k, leaf = name.split(".")
-      if leaf == "out":
-        tensors[f"{k}.{c.num_layers}.weight"] = turn(x)
-      else:
-        what = "weight" if leaf[0] == "w" else "bias"
-        tensors[f"{k}.{leaf[1:]}.linear.{what}"] = turn(x)
-  else:
-    tensors = {
-      n: turn(x) for n, x in _eagle_tensors(heads, own, loaded).items()
-    }
-    config |= _eagle_config(c, loaded)
-  (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  path = folder / "model.safetensors"
-  save_file(tensors, path)
-  return path
-
-
-def _eagle_tensors(
-  heads: Heads, own: Mapping[str, np.ndarray], loaded: Loaded
-) -> dict:
-  """Returns the tensors of an EAGLE head under their names, not transposed."""
-  c = heads.config
-  prefix = "midlayer." if c.version == 3 else "layers.0."
-  names = _LAYER | (_LAYER_3 if c.version == 3 else {})
-  found = {
-    f"{prefix}{theirs}.weight": own[f"layers.0.{name}"]
-    for name, theirs in names.items()
-  }
-  found["fc.weight"] = own["fc.w"]
-  if c.fc_bias:
-    found["fc.bias"] = own["fc.b"]
-  if c.version == 3:
-    found["norm.weight"] = own["final_norm"]
-    if "head" in own:
-      found["lm_head.weight"] = own["head"]
-    else:
-      every = jnp.arange(c.words.size, dtype=jnp.int32)
-      columns = output_columns(loaded.model, loaded.params, every)
-      found["lm_head.weight"] = np.asarray(columns)
-    ids = own.get("ids", np.arange(c.words.size))
-    found["d2t"] = (ids - np.arange(c.words.size)).astype(np.int64)
-    known = np.zeros(c.words.target_size, bool)
-    known[ids] = True
-    found["t2d"] = known
-  return found
-
-
-def _eagle_config(c: eagle.EagleConfig, loaded: Loaded) -> dict[str, Any]:
-  theirs = {
-    k: v
-    for k, v in loaded.config.items()
-    if k in ("rope_theta", "rope_scaling", "rope_parameters")
-  }
-  config = {
-    "architectures": [
-      "LlamaForCausalLMEagle3" if c.version == 3 else "LlamaForCausalLMEagle"
-    ],
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "num_attention_heads": c.num_heads,
-    "num_key_value_heads": c.num_kv_heads,
-    "head_dim": c.head_dim,
-    "intermediate_size": c.ffn_width,
-    "max_position_embeddings": c.max_length,
-    "rms_norm_eps": c.norm_eps,
-    "hidden_act": c.activation,
-    "vocab_size": c.words.target_size,
-    "bias": c.fc_bias,
-    **theirs,
-  }
-  if c.version == 3:
-    config["draft_vocab_size"] = c.words.size
-    config["eagle_config"] = {_TAPS: [tap - 1 for tap in c.taps]}
-  return config

@@ -139,8 +139,13 @@ def inspect_trained(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft:
     raise LoadError(
       f"{card.folder / trained.CARD} lacks the field {error}"
     ) from error
-  except (ValueError, TypeError) as error:
+  except (ValueError, OverflowError) as error:
     raise LoadError(f"{card.folder / trained.CARD}: {error}") from error
+  except (TypeError, AttributeError) as error:
+    raise LoadError(
+      f"{card.folder / trained.CARD} has a field of another kind than a draft "
+      f"of kind {card.kind!r} has: {error}"
+    ) from error
   shapes = trained.flatten(
     jax.eval_shape(lambda: model.init(jax.random.key(0)))
   )

@@ -11,6 +11,7 @@ from tiny_model import tiny_model
 import spec_jax
 from spec_jax import Settings, eagle, hub, medusa, pairing, public_heads
 from spec_jax.heads import Words
+from spec_jax.public_heads_write import write_public
 from spec_jax.safetensors_io import LoadError
 
 IDS = (0, 5, 9, 40, 64)
@@ -74,7 +75,7 @@ KINDS = [
 def test_what_is_written_is_read(kind, loaded, tmp_path):
   """D6, D13, D19: the same heads, parameters and proposals."""
   heads, params = heads_of(kind, loaded)
-  public_heads.write_public(tmp_path, heads, params, loaded)
+  write_public(tmp_path, heads, params, loaded)
   assert public_heads.is_public(tmp_path)
   again, own = pairing.resolve_draft(loaded, str(tmp_path))
   if kind == "eagle_3_all":  # the target's matrix is written, and read
@@ -122,7 +123,7 @@ def test_the_names_are_the_authors(loaded, tmp_path):
   }
   for kind, expected in names.items():
     folder = tmp_path / kind
-    path = public_heads.write_public(folder, *heads_of(kind, loaded), loaded)
+    path = write_public(folder, *heads_of(kind, loaded), loaded)
     found = {n: x.shape for n, x in load_file(path).items()}
     assert expected.items() <= found.items()
   # D13: what is stored is what is to be added.
@@ -142,12 +143,12 @@ def _edit(folder, change=None, **config):
 def test_other_spellings_are_read(loaded, tmp_path):
   """A prefix, layers named at the top, an identity map, a copied embedding."""
   heads, params = heads_of("medusa", loaded)
-  public_heads.write_public(tmp_path / "m", heads, params, loaded)
+  write_public(tmp_path / "m", heads, params, loaded)
   _edit(tmp_path / "m", lambda t: {f"medusa_head.{n}": x for n, x in t.items()})
   _, own = pairing.resolve_draft(loaded, str(tmp_path / "m"))
   jax.tree.map(np.testing.assert_array_equal, own, params)
   heads, params = heads_of("eagle_3", loaded)
-  public_heads.write_public(tmp_path / "e", heads, params, loaded)
+  write_public(tmp_path / "e", heads, params, loaded)
 
   def change(tensors):
     tensors["d2t"] = np.zeros(len(IDS), np.int64)
@@ -206,11 +207,29 @@ def _put(name, value):
 def test_what_does_not_fit_is_one_line(
   kind, change, config, message, loaded, tmp_path
 ):
-  public_heads.write_public(tmp_path, *heads_of(kind, loaded), loaded)
+  write_public(tmp_path, *heads_of(kind, loaded), loaded)
   _edit(tmp_path, change, **config)
   with pytest.raises(LoadError, match=message) as error:
     pairing.resolve_draft(loaded, str(tmp_path))
   assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_something_else_is_left_alone(loaded, tmp_path):
+  """A model is not overwritten by heads; heads by heads are."""
+  model = tiny_model(tmp_path / "model")
+  before = (model / "model.safetensors").read_bytes()
+  heads, params = heads_of("medusa", loaded)
+  with pytest.raises(ValueError, match="holds something else"):
+    write_public(model, heads, params, loaded)
+  assert (model / "model.safetensors").read_bytes() == before
+  bare = tmp_path / "bare"
+  bare.mkdir()
+  for name in ("config.json", "model.safetensors"):
+    (bare / name).write_bytes((model / name).read_bytes())
+  with pytest.raises(ValueError, match="holds something else"):
+    write_public(bare, heads, params, loaded)
+  for _ in range(2):
+    write_public(tmp_path / "heads", heads, params, loaded)
 
 
 def test_heads_of_another_width_are_refused(loaded, tmp_path):
@@ -218,12 +237,12 @@ def test_heads_of_another_width_are_refused(loaded, tmp_path):
   wide = spec_jax.load(other, cpu_kernel="off")
   for kind in ("medusa", "eagle_3"):
     folder = tmp_path / kind
-    public_heads.write_public(folder, *heads_of(kind, wide), wide)
+    write_public(folder, *heads_of(kind, wide), wide)
     with pytest.raises(LoadError, match="are 64 wide, the target is 32"):
       pairing.resolve_draft(loaded, str(folder))
 
 
 def test_as_a_model_they_are_refused_with_their_drafters_name(loaded, tmp_path):
-  public_heads.write_public(tmp_path, *heads_of("eagle_3", loaded), loaded)
+  write_public(tmp_path, *heads_of("eagle_3", loaded), loaded)
   with pytest.raises(LoadError, match="heads of the drafter 'eagle'"):
     hub.load(str(tmp_path))

@@ -214,12 +214,43 @@ def test_heads_and_target_trained_together_belong_together(
   assert np.abs(moved).max() > 1e-3
 
 
+def test_few_words_and_short_answers_are_no_trouble(
+  folder, tmp_path, monkeypatch, capsys
+):
+  """Heads of two words; one answer token a prompt; more heads than rows."""
+  for i, words in enumerate(
+    (
+      ("--config.draft.words=2", "--config.eval.num_nodes=7"),
+      ("--config.draft.words=0", "--config.eval.max_new_tokens=1"),
+      ("--config.draft.words=0", "--config.draft.heads=50"),
+    )
+  ):
+    code, _, err = _run(
+      "main",
+      "configs/medusa.py",
+      monkeypatch,
+      capsys,
+      f"--config.model={folder / 'model'}",
+      f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+      f"--out={tmp_path / str(i)}",
+      *_SMALL,
+      "--config.draft.heads=2",
+      "--config.train.steps=1",
+      *words,
+    )
+    assert code == 0, err
+    if i == 0:
+      assert "the draft's 2 words are " in err
+
+
 @pytest.mark.parametrize(
   "drafter,message",
   [
     ("vanilla", "needs a draft model, got medusa heads"),
     ("eagle", "needs eagle heads, got medusa heads"),
     ("prompt_lookup", "takes no draft model"),
+    ("slem", "needs a draft model, got medusa heads"),
+    ("tli", "needs a draft model, got medusa heads"),
   ],
 )
 def test_heads_for_another_drafter_are_one_line(
@@ -257,6 +288,19 @@ def test_heads_for_another_target_are_one_line(
     ("eagle", "--config.draft.taps=(0,1)", "looks at 3 layers"),
     ("eagle", "--config.draft.taps=(0,1,99)", "are not in [0, "),
     ("eagle", "--config.on_policy.part=0.5", "takes no on_policy.part"),
+    ("eagle", "--config.draft.taps=(0.5,1,2)", "draft.taps holds integers"),
+    ("eagle", "--config.loss.noise=nan", "loss.noise must be at least 0"),
+    ("eagle", "--config.eval.depth=0", "depth must be at least 1"),
+    ("eagle", "--config.train.remat=True", "train.remat is for recipes"),
+    ("eagle", "--config.draft.words=-1", "draft.words must be at least 0"),
+    ("medusa", "--config.draft.heads=65", "draft.heads must be at most 64"),
+    ("medusa", "--config.eval.num_nodes=900", "eval.num_nodes must be in"),
+    ("medusa", "--config.optimizer.learning_rate=nan", "learning_rate must be"),
+    ("medusa", "--config.train.keep=0", "train.keep must be at least 1"),
+    ("medusa", "--config.data.limit=-1", "data.limit must be at least 0"),
+    ("medusa", "--config.seed=-1", "config.seed must be at least 0"),
+    ("medusa", "--config.execution.cpu_kernel=on", "needs plain arrays"),
+    ("medusa_joint", "--config.joint.head_rate=nan", "head_rate must be above"),
   ],
 )
 def test_what_a_user_can_mend_is_one_line(
@@ -271,7 +315,7 @@ def test_what_a_user_can_mend_is_one_line(
     f"--config.data.files=('{folder / 'chats.jsonl'}',)",
     f"--out={tmp_path / 'run'}",
     *_SMALL,
-    *(() if "draft." in words else _KINDS[name]),
+    *(() if "draft." in words else _KINDS[name.split("_")[0]]),
     words,
   )
   assert code == 2 and message in err, err

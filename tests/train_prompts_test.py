@@ -117,6 +117,22 @@ def test_what_is_missing_is_one_line(prompts, folder):
     prompts.gather(folder, 1.0, 0)
 
 
+@pytest.mark.parametrize(
+  "name,content,message",
+  [
+    ("multi30k/train.de.gz", gzip.compress(b"Ein Hund.")[:-9], "cannot read"),
+    ("multi30k/train.de.gz", b"no archive", "cannot read"),
+    ("alpaca_eval/zephyr-7b-beta.json", b'[{"x": 1}]', "record 1 is not as"),
+    ("alpaca_eval/zephyr-7b-beta.json", b'{"x": 1}', "no list of records"),
+    ("nltk_corpora/inaugural.zip", b"no archive", "cannot read"),
+  ],
+)
+def test_a_damaged_file_is_one_line(prompts, folder, name, content, message):
+  (folder / name).write_bytes(content)
+  with pytest.raises(UserError, match=message):
+    prompts.gather(folder, 1.0, 0)
+
+
 def test_a_file_that_is_no_json_is_one_line(prompts, folder):
   (folder / "gsm8k/train.jsonl").write_text("{")
   with pytest.raises(UserError, match=r"train\.jsonl is not JSON"):

@@ -203,7 +203,10 @@ def build(
   shape, frozen = loaded.model.config, loaded.params
   layers = layers_of(config, shape)
   _, start = pairing.choose_layers(shape, frozen, layers)
-  short = architecture.shallow_config(shape, layers, config.draft.words)
+  words = config.draft.words
+  if words >= shape.vocab_size:
+    words = 0
+  short = architecture.shallow_config(shape, layers, words)
   stacked = isinstance(frozen["layers"], dict)
   precision = config.execution.matmul_precision
   options = {

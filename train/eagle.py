@@ -30,6 +30,7 @@ from spec_jax.hub import Loaded
 from spec_jax.models.decoder import FINAL, PRECISION
 from spec_jax.trained_draft import BuiltDraft
 from train import losses
+from train.checks import at_least, integers
 from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
 from train.records import Example
@@ -50,10 +51,8 @@ def check(config: Any) -> None:
   if draft.version not in eagle.VERSIONS:
     raise ValueError(f"draft.version must be 1 or 3, got {draft.version}")
   check_words(draft)
-  if draft.ffn_width < 0:
-    raise ValueError(
-      f"draft.ffn_width must be at least 0, got {draft.ffn_width}"
-    )
+  at_least("draft", draft, ("ffn_width",), 0)
+  integers("draft.taps", draft.taps)
   if not 1 <= loss.steps <= 16:
     raise ValueError(f"loss.steps must be in [1, 16], got {loss.steps}")
   if draft.version == 1 and loss.steps > 1:
@@ -64,9 +63,7 @@ def check(config: Any) -> None:
     raise ValueError(
       f"loss.step_decay must be in (0, 1], got {loss.step_decay}"
     )
-  for name in ("law_weight", "noise"):
-    if loss[name] < 0:
-      raise ValueError(f"loss.{name} must be at least 0, got {loss[name]}")
+  at_least("loss", loss, ("law_weight", "noise"), 0)
   if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
     raise ValueError(
       f"loss.chunk must divide data.length {config.data.length}, got "
@@ -85,13 +82,14 @@ def check(config: Any) -> None:
 def later(x: Array, k: int) -> Array:
   """Returns `x: [B, T, ...]` moved `k` places to the front, zeros behind."""
   widths = [(0, 0)] * x.ndim
-  widths[1] = (0, k)
+  widths[1] = (0, min(k, x.shape[1]))
   return jnp.pad(x[:, k:], widths)
 
 
 def earlier(x: Array, k: int) -> Array:
   """Returns `x: [B, T, ...]` moved `k` places to the back, zeros before."""
   widths = [(0, 0)] * x.ndim
+  k = min(k, x.shape[1])
   widths[1] = (k, 0)
   return jnp.pad(x[:, : x.shape[1] - k], widths)
 

@@ -8,8 +8,9 @@ from absl import flags
 from experiments import launch
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import pairing, public_heads
+from spec_jax import pairing
 from spec_jax.heads import Heads
+from spec_jax.public_heads_write import write_public
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _DRAFT = flags.DEFINE_string("draft", "", "Folder of trained heads.")
@@ -26,7 +27,7 @@ def main() -> int:
     if not isinstance(heads, Heads):
       raise UserError(f"{_DRAFT.value} holds no heads")
     try:
-      path = public_heads.write_public(_OUT.value, heads, params, loaded)
+      path = write_public(_OUT.value, heads, params, loaded)
     except OSError as error:
       raise UserError(f"cannot write {_OUT.value}: {error.strerror}") from error
   print(f"{heads.kind} heads in {path}")

@@ -24,6 +24,7 @@ import optax
 
 from spec_jax.base import Array, PyTree
 from train.checkpoint import Checkpoints
+from train.checks import above, at_least
 from train.data import Batches
 from train.on_policy import OnPolicyBatches
 from train.recipe import FIELDS, Recipe
@@ -89,14 +90,10 @@ class Optimizer:
     Raises:
       ValueError: for a number out of range.
     """
-    for name in ("learning_rate", "b1", "b2"):
-      if getattr(self, name) <= 0:
-        raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-    for name in ("warmup", "clip", "weight_decay", "final"):
-      if getattr(self, name) < 0:
-        raise ValueError(
-          f"{name} must be at least 0, got {getattr(self, name)}"
-        )
+    mine = dataclasses.asdict(self)
+    above("optimizer", mine, ("learning_rate", "b1", "b2"), 0)
+    names = ("warmup", "clip", "weight_decay", "final")
+    at_least("optimizer", mine, names, 0)
     if steps < 1:
       raise ValueError(f"steps must be at least 1, got {steps}")
     schedule = optax.warmup_cosine_decay_schedule(
@@ -208,6 +205,7 @@ def make_step(
       )
     params = optax.apply_updates(state.params, updates)
     fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+    fine = fine & jnp.isfinite(optax.tree.norm(updates))
     params, opt_state = jax.tree.map(
       lambda new, old: jnp.where(fine, new, old),
       (params, opt_state),

@@ -22,6 +22,7 @@ from experiments.launch import UserError
 from spec_jax import trained
 from train import data, loop, on_policy, recipe as recipes
 from train.checkpoint import Checkpoints, RunFolder
+from train.checks import at_least
 from train.report import Reporter
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -104,9 +105,13 @@ def main() -> int | None:
       eval_every=config.eval.every,
       save_every=config.train.save_every,
     )
-  if config.train.batch_size < 1:
+    at_least("train", config.train, ("batch_size", "keep"), 1)
+    at_least("eval", config.eval, ("batch_size", "max_new_tokens"), 1)
+    at_least("data", config.data, ("limit",), 0)
+    at_least("config", config, ("seed",), 0)
+  if config.execution.cpu_kernel == "on":
     raise UserError(
-      f"train.batch_size must be at least 1, got {config.train.batch_size}"
+      "training needs plain arrays: execution.cpu_kernel must be off"
     )
   mesh = launch.mesh_of(config.mesh)
   if mesh is not None and config.train.batch_size % mesh.shape["data"]:

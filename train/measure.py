@@ -58,7 +58,7 @@ class HeldOut(NamedTuple):
     """Returns what a draft reaches: "emitted_per_step" and the rest."""
     out = self.decode(drafter=drafter, draft=draft, options=options)
     names = ("emitted_per_step", "acceptance_rate")
-    return {name: float(out.report[name]) for name in names}
+    return {name: float(out.report[name] or 0.0) for name in names}
 
 
 def precision_of(config: Any) -> str | None:

@@ -27,6 +27,7 @@ from spec_jax.hub import Loaded
 from spec_jax.sampling import largest
 from spec_jax.trained_draft import BuiltDraft
 from train import data, losses
+from train.checks import at_least
 from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
 from train.records import Example
@@ -45,11 +46,14 @@ def check(config: Any) -> None:
     ValueError: naming the field, its range and what it got.
   """
   draft, loss = config.draft, config.loss
-  for name in ("heads", "layers"):
-    if draft[name] < 1:
-      raise ValueError(f"draft.{name} must be at least 1, got {draft[name]}")
+  at_least("draft", draft, ("heads", "layers"), 1)
   check_words(draft)
-  most = sum(_RANKS**k for k in range(draft.heads + 1))
+  if draft.heads > medusa.MOST_HEADS:
+    raise ValueError(
+      f"draft.heads must be at most {medusa.MOST_HEADS}, got {draft.heads}"
+    )
+  ranks = min(_RANKS, draft.words or _RANKS)
+  most = sum(ranks**k for k in range(draft.heads + 1))
   if not 2 <= config.eval.num_nodes <= most:
     raise ValueError(
       f"eval.num_nodes must be in [2, {most}] with {draft.heads} heads, got "
@@ -85,7 +89,7 @@ def shifted(batch: dict[str, Array], k: int) -> tuple[Array, Array]:
   """
 
   def later(x):
-    return jnp.pad(x[:, k:], ((0, 0), (0, k)))
+    return jnp.pad(x[:, k:], ((0, 0), (0, min(k, x.shape[1]))))
 
   segment = batch["segment_ids"]
   same = (later(segment) == segment) & (segment > 0)

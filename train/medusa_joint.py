@@ -31,6 +31,7 @@ from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
 from train import losses, medusa as medusa_1
+from train.checks import above, at_least
 from train.distill import unstack_layers
 from train.measure import HeldOut, cast, precision_of
 from train.recipe import Recipe
@@ -50,16 +51,14 @@ def check(config: Any) -> None:
   """
   medusa_1.check(config)
   joint = config.joint
-  for name in ("law_weight", "token_weight", "heads_weight", "heads_first"):
-    if joint[name] < 0:
-      raise ValueError(f"joint.{name} must be at least 0, got {joint[name]}")
+  names = ("law_weight", "token_weight", "heads_weight", "heads_first")
+  at_least("joint", joint, names, 0)
+  above("joint", joint, ("head_rate",), 0)
   if not joint.law_weight + joint.token_weight > 0:
     raise ValueError(
       "joint.law_weight or joint.token_weight must be above 0, or nothing "
       "holds the target"
     )
-  if joint.head_rate <= 0:
-    raise ValueError(f"joint.head_rate must be above 0, got {joint.head_rate}")
 
 
 def make_loss(
@@ -202,7 +201,10 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     # The card names one target and the link leads to it: whatever is killed,
     # the target before is there until the new one is whole.
+    for left in folder.glob("part-*"):  # of a save that was killed
+      shutil.rmtree(left)
     part = Path(tempfile.mkdtemp(dir=folder, prefix="part-"))
+    part.chmod(0o755)
     hub_write.write_model(part, loaded, whole, dtype=saved)
     written = hub.inspect(str(part), cpu_kernel="off").loaded
     of_target = trained.target_identity(written)

@@ -18,6 +18,7 @@ import random
 import re
 from typing import Any, NamedTuple
 import zipfile
+import zlib
 
 from absl import flags
 
@@ -65,8 +66,9 @@ def _text(path: Path) -> str:
     if path.suffix == ".gz":
       return gzip.decompress(path.read_bytes()).decode("utf-8")
     return path.read_text("utf-8", errors="replace")
-  except OSError as error:
-    raise UserError(f"cannot read {path}: {error.strerror}") from error
+  except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    why = getattr(error, "strerror", None) or error
+    raise UserError(f"cannot read {path}: {why}") from error
 
 
 def _records(path: Path) -> list[Any]:
@@ -75,7 +77,10 @@ def _records(path: Path) -> list[Any]:
   try:
     if ".jsonl" in path.name:
       return [json.loads(x) for x in text.split("\n") if x.strip()]
-    return json.loads(text)
+    found = json.loads(text)
+    if not isinstance(found, list):
+      raise ValueError("it holds no list of records")
+    return found
   except ValueError as error:
     raise UserError(f"{path} is not JSON: {error}") from error
 
@@ -193,8 +198,13 @@ class Source(NamedTuple):
 
 def _each(make) -> Callable[[Path, random.Random], Iterator[str]]:
   def read(path, rng):
-    for record in _records(path):
-      yield from make(record, rng)
+    for number, record in enumerate(_records(path), 1):
+      try:
+        yield from make(record, rng)
+      except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+          f"{path} record {number} is not as expected: {error}"
+        ) from error
 
   return read
 

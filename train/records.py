@@ -214,6 +214,8 @@ def _ids(record: Mapping, field: str) -> list[int]:
   value = record[field]
   if not isinstance(value, list) or not all(type(i) is int for i in value):
     raise ValueError(f"{field} is no list of token ids")
+  if any(abs(i) >= 1 << 31 for i in value):
+    raise ValueError(f"{field} holds ids that no vocabulary has")
   return value
 
 

@@ -1,6 +1,7 @@
 """Which of the target's tokens a head learns to say."""
 
 from collections.abc import Sequence
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,9 +34,9 @@ def choose_words(
   """Chooses a draft's words.
 
   Args:
-    draft: `config.draft`: `words`, how many (0 = all), and `words_by`: "id" for
-      the first, which a byte-pair encoding made first, "count" for the most
-      frequent answer tokens.
+    draft: `config.draft`: `words`, how many (0, or as many as there are: all),
+      and `words_by`: "id" for the first, which a byte-pair encoding made first,
+      "count" for the most frequent answer tokens.
     vocab_size: `V` of the target.
     learn: examples whose answer tokens are counted.
 
@@ -49,12 +50,20 @@ def choose_words(
   size = draft.words
   if not 0 < size < vocab_size:
     return Words(vocab_size, vocab_size), None
-  if draft.words_by == "id":
-    return Words(size, vocab_size, own_matrix=True), None
   counts = np.zeros(vocab_size, np.int64)
   for example in learn:
     counts += np.bincount(example.ids[example.answer], minlength=vocab_size)
   # The most frequent; of equals the first.
-  chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+  chosen = np.arange(size)
+  if draft.words_by == "count":
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+  if total := counts.sum():
+    share = counts[chosen].sum() / total
+    print(
+      f"the draft's {size} words are {share:.1%} of the answers' tokens",
+      file=sys.stderr,
+    )
+  if draft.words_by == "id":
+    return Words(size, vocab_size, own_matrix=True), None
   words = Words(size, vocab_size, own_matrix=True, mapped=True)
   return words, jnp.asarray(chosen, jnp.int32)

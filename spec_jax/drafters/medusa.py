@@ -51,14 +51,15 @@ class Seen:
 def default_tree(config: medusa.MedusaConfig, num_nodes: int):
   """Returns the tree of most value by the heads' measured accuracies.
 
-  Raises:
-    ValueError: if the heads do not make so many nodes.
+  It has fewer nodes where the heads do not make so many.
   """
-  rates = config.accuracies
-  if not rates:
+  rates: Any = np.asarray(config.accuracies)
+  if not rates.size:
     falls = _GUESSED_HEAD ** np.arange(config.num_heads)[:, None]
-    rates = falls * np.array([_GUESSED_RANK])
-  return tree_search.greedy_tree(rates, num_nodes)[0]
+    rates = falls * np.array([_GUESSED_RANK])[:, : config.words.size]
+  K, R = rates.shape
+  most = min(num_nodes, sum(R**k for k in range(K + 1)))
+  return tree_search.greedy_tree(rates, most)[0]
 
 
 def build(
