@@ -36,7 +36,7 @@ from spec_jax.trained_draft import BuiltDraft
 from train import data, loop, losses, medusa as recipe_file
 from train.checkpoint import Checkpoints, RunFolder
 from train.recipe import Recipe
-from train.records import Example
+from train.records import Example, example_of
 from train.report import Reporter
 
 _OUT = flags.DEFINE_string(
@@ -190,10 +190,10 @@ def decode(loaded: Loaded, prompts: list[list[int]], **how) -> Any:
 
 def answers_of(loaded: Loaded, prompts: list[list[int]]) -> list[dict]:
   """Returns the GPT's own answers to the prompts, packed."""
-  examples = []
-  for done in decode(loaded, prompts).completions:
-    ids = np.asarray([*done.prompt_ids, *done.ids], np.int32)
-    examples.append(Example(ids, np.arange(len(ids)) >= len(done.prompt_ids)))
+  examples = [
+    example_of(done.prompt_ids, done.ids)
+    for done in decode(loaded, prompts).completions
+  ]
   return data.pack(examples, _PROMPT + _ANSWER)
 
 

@@ -52,14 +52,18 @@ def build_part(
     raise ValueError(f"option {option!r}: {error}") from error
 
 
-def any_takes_draft(*specs: str) -> bool:
-  """Tells whether one of these drafters asks a draft model."""
-  return any(drafters.takes_draft(*drafters.parse(spec)) for spec in specs)
+def either_takes_draft(
+  *, first: str = "prompt_lookup", second: str = "vanilla"
+) -> bool:
+  """Tells whether one of two parts asks a draft model."""
+  return any(drafters.takes_draft(*drafters.parse(x)) for x in (first, second))
 
 
-def heads_taken(*specs: str) -> str | None:
-  """Returns the kind of heads that one of these drafters takes, or None."""
-  found = (drafters.takes_heads(*drafters.parse(spec)) for spec in specs)
+def either_takes_heads(
+  *, first: str = "prompt_lookup", second: str = "vanilla"
+) -> str | None:
+  """Returns the kind of heads that one of two parts takes, or None."""
+  found = (drafters.takes_heads(*drafters.parse(x)) for x in (first, second))
   return next((kind for kind in found if kind), None)
 
 

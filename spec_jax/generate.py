@@ -314,6 +314,12 @@ def shared_prefix(jobs: Sequence[Job]) -> int:
   return count if count >= _SHARED_PREFIX else 0
 
 
+def read_shared(engine: Engine, jobs: Sequence[Job]) -> SpecState | None:
+  """Reads what all prompts begin with, once; None if that is little."""
+  shared = shared_prefix(jobs)
+  return engine.prefix([*jobs[0].ids[: shared + 1]]) if shared else None
+
+
 def generate(
   loaded: Loaded,
   prompts: Prompt | Sequence[Prompt],
@@ -359,9 +365,7 @@ def generate(
     engine["slots"] = start.tokens.shape[1]
   machine = make_engine(loaded, work, **engine)
   if start is None:
-    shared = shared_prefix(work.jobs)
-    if shared:
-      start = machine.prefix([*work.jobs[0].ids[: shared + 1]])
+    start = read_shared(machine, work.jobs)
   found = list(
     run(machine, work, start=start, on_text=on_text, keep_state=keep_state)
   )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spec_jax import kernels
 from spec_jax.base import Array, Model, PyTree
 from spec_jax.models import common
 from spec_jax.models.decoder import PRECISION
@@ -155,6 +156,6 @@ def output_columns(target: Model, params: PyTree, ids: Array) -> Array:
   if target.config.tied:
     return common.embed_rows(params["embed"], ids).astype(jnp.float32).T
   head = params["head"]
-  if hasattr(head, "panels"):
-    return common.embed_rows(head, ids).T
+  if isinstance(head, kernels.Packed):
+    return kernels.take_columns(head, ids).T
   return jnp.take(head, ids, axis=1).astype(jnp.float32)

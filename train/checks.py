@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["above", "at_least", "integers"]
+__all__ = ["above", "at_least", "chunk_and_file", "integers"]
 
 _LARGEST = 1e30
 
@@ -44,3 +44,20 @@ def integers(name: str, values: Iterable[Any]) -> tuple[int, ...]:
   if not all(type(i) is int for i in found):
     raise ValueError(f"{name} holds integers, got {found}")
   return found
+
+
+def chunk_and_file(config: Any) -> None:
+  """Checks `loss.chunk` and `dtype_saved`, which every recipe has.
+
+  Raises:
+    ValueError: naming the field.
+  """
+  chunk, length = config.loss.chunk, config.data.length
+  if chunk < 0 or (chunk and length % chunk):
+    raise ValueError(
+      f"loss.chunk must divide data.length {length}, got {chunk}"
+    )
+  if config.dtype_saved not in ("bfloat16", "float32"):
+    raise ValueError(
+      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
+    )

@@ -24,7 +24,8 @@ from spec_jax.hub import Loaded
 from spec_jax.models import decoder
 from spec_jax.settings import Settings
 from train import losses
-from train.measure import HeldOut, rows_for
+from train.checks import above, at_least, chunk_and_file
+from train.measure import HeldOut, cast, precision_of, rows_for
 from train.recipe import Recipe
 from train.records import Example
 
@@ -45,27 +46,12 @@ def check(config: Any) -> None:
     raise ValueError(
       f"loss.name must be one of {', '.join(names)}, got {loss.name!r}"
     )
-  if loss.temperature <= 0:
-    raise ValueError(
-      f"loss.temperature must be above 0, got {loss.temperature}"
-    )
-  if config.draft.words < 0:
-    raise ValueError(
-      f"draft.words must be at least 0, got {config.draft.words}"
-    )
+  above("loss", loss, ("temperature",), 0)
+  at_least("draft", config.draft, ("words",), 0)
   if not 0 < loss.beta < 1:
     raise ValueError(f"loss.beta must be in (0, 1), got {loss.beta}")
-  if loss.top_k < 0:
-    raise ValueError(f"loss.top_k must be at least 0, got {loss.top_k}")
-  if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
-    raise ValueError(
-      f"loss.chunk must divide data.length {config.data.length}, got "
-      f"{loss.chunk}"
-    )
-  if config.dtype_saved not in ("bfloat16", "float32"):
-    raise ValueError(
-      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
-    )
+  at_least("loss", loss, ("top_k",), 0)
+  chunk_and_file(config)
 
 
 def layers_of(config: Any, target: Any) -> list[int]:
@@ -108,7 +94,8 @@ def make_loss(
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
-    own = {**frozen, **_cast(params, frozen), **words_head(draft, frozen)}
+    dtype = frozen["final_norm"].dtype
+    own = {**frozen, **cast(params, dtype), **words_head(draft, frozen)}
     read = {
       "positions_BT": batch["positions"],
       "segment_ids": batch["segment_ids"],
@@ -166,12 +153,6 @@ def words_head(draft: Model, frozen: PyTree) -> PyTree:
   return {"head": frozen["embed"][:words].T}
 
 
-def _cast(params: PyTree, frozen: PyTree) -> PyTree:
-  """Trained parameters in the dtype the target computes in."""
-  dtype = frozen["final_norm"].dtype
-  return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
 def unstack_layers(stacked: PyTree) -> tuple[PyTree, ...]:
   """Undoes `decoder.stack_layers` for the layers."""
   count = jax.tree.leaves(stacked)[0].shape[0]
@@ -208,11 +189,11 @@ def build(
     words = 0
   short = architecture.shallow_config(shape, layers, words)
   stacked = isinstance(frozen["layers"], dict)
-  precision = config.execution.matmul_precision
+  dtype = frozen["final_norm"].dtype
   options = {
-    "dtype": frozen["final_norm"].dtype,
+    "dtype": dtype,
     "scan_layers": stacked,
-    "precision": None if precision == "default" else precision,
+    "precision": precision_of(config),
   }
   decoding = decoder.build(short, **options)
   options["remat"] = config.train.remat
@@ -222,7 +203,7 @@ def build(
 
   def init(key):
     del key  # it starts as the target's own layers
-    return jax.tree.map(lambda x: x.astype(jnp.float32), chosen)
+    return cast(chosen, jnp.float32)
 
   def shardings(mesh):
     of_draft = sharding.params_shardings(draft, mesh)
@@ -231,12 +212,12 @@ def build(
 
   def as_loaded(params) -> Loaded:
     # What is saved is measured: rounded.
-    rounded = jax.tree.map(lambda x: x.astype(saved), params)
+    rounded = cast(params, saved)
     return Loaded(
       decoding,
       {
         **frozen,
-        **_cast(rounded, frozen),
+        **cast(rounded, dtype),
         **words_head(decoding, frozen),
       },
       tokenizer=None,  # the target's

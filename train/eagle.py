@@ -20,17 +20,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from spec_jax import eagle, sharding, trained, trained_draft
+from spec_jax import eagle
 from spec_jax.base import Array, Model
 from spec_jax.drafters import best_first
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.models.decoder import FINAL, PRECISION
-from spec_jax.trained_draft import BuiltDraft
-from train import losses
-from train.checks import at_least, integers
+from train import heads as heads_lib, losses
+from train.checks import at_least, chunk_and_file, integers
+from train.heads import earlier, later, weights_later, words_of
 from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
 from train.records import Example
@@ -64,34 +63,11 @@ def check(config: Any) -> None:
       f"loss.step_decay must be in (0, 1], got {loss.step_decay}"
     )
   at_least("loss", loss, ("law_weight", "noise"), 0)
-  if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
-    raise ValueError(
-      f"loss.chunk must divide data.length {config.data.length}, got "
-      f"{loss.chunk}"
-    )
   best_first.check_sizes(
     *(config.eval[name] for name in ("num_nodes", "depth", "width"))
   )
   no_remat(config)
-  if config.dtype_saved not in ("bfloat16", "float32"):
-    raise ValueError(
-      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
-    )
-
-
-def later(x: Array, k: int) -> Array:
-  """Returns `x: [B, T, ...]` moved `k` places to the front, zeros behind."""
-  widths = [(0, 0)] * x.ndim
-  widths[1] = (0, min(k, x.shape[1]))
-  return jnp.pad(x[:, k:], widths)
-
-
-def earlier(x: Array, k: int) -> Array:
-  """Returns `x: [B, T, ...]` moved `k` places to the back, zeros before."""
-  widths = [(0, 0)] * x.ndim
-  k = min(k, x.shape[1])
-  widths[1] = (k, 0)
-  return jnp.pad(x[:, : x.shape[1] - k], widths)
+  chunk_and_file(config)
 
 
 def pairs_of(batch: dict[str, Array], s: int) -> tuple[Array, Array]:
@@ -107,10 +83,7 @@ def pairs_of(batch: dict[str, Array], s: int) -> tuple[Array, Array]:
   Returns:
     (tokens `[B, T]`, weights `[B, T]`).
   """
-  segment = batch["segment_ids"]
-  same = (later(segment, s + 1) == segment) & (segment > 0)
-  weights = jnp.where(same, later(batch["weights"], s + 1), 0.0)
-  return later(batch["tokens"], s + 1), weights
+  return later(batch["tokens"], s + 1), weights_later(batch, s + 1)
 
 
 def attend_chains(
@@ -311,53 +284,28 @@ def build(
     precision=precision_of(config),
   )
   saved = jnp.dtype(config.dtype_saved)
-  fixed = {} if ids is None else {"ids": ids}
-  _, with_words = trained_draft.build_heads(heads, dict(fixed), loaded)
-  trained_names = [n for n in heads.axes() if n not in ("head", "ids")]
-
-  def init(key):
-    start = cast(heads.init(key), jnp.float32)
-    return {name: start[name] for name in trained_names}
-
-  def shardings(mesh):
-    own = sharding.params_shardings(heads, mesh, replicate=True)
-    return (
-      {name: own[name] for name in trained_names},
-      {
-        "target": sharding.params_shardings(target, mesh),
-        "words": {name: own[name] for name in with_words},
-      },
-    )
-
+  with_words = words_of(heads, ids, loaded)
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
 
   def measure(params) -> dict[str, float]:
-    own = cast(cast(params, saved), heads.dtype)
-    draft = BuiltDraft(heads, {**with_words, **own})
+    draft = heads_lib.draft_of(heads, params, with_words, saved)
     options = {
       name: config.eval[name] for name in ("num_nodes", "depth", "width")
     }
     return asked.rates("eagle", draft, options)
 
   def save(params, folder: Path, info: dict[str, Any]) -> None:
-    tensors = {
-      name: np.asarray(x)
-      for name, x in trained.flatten(cast(params, saved)).items()
-    }
-    if ids is not None:
-      tensors["ids"] = np.asarray(ids)
     c = heads.config
     own = {
       "version": c.version,
       "taps": list(c.taps),
       "ffn_width": c.ffn_width,
       "fc_bias": c.fc_bias,
-      **trained_draft.words_info(words),
     }
-    trained.save(folder, "eagle", tensors, {"heads": own, **info})
+    heads_lib.save(folder, heads, params, with_words, saved, own, info)
 
   return Recipe(
-    init=init,
+    init=functools.partial(heads_lib.start, heads),
     loss=make_loss(
       shown(target, heads),
       heads,
@@ -369,7 +317,7 @@ def build(
       precision=precision_of(config),
     ),
     frozen={"target": frozen, "words": with_words},
-    shardings=shardings,
+    shardings=functools.partial(heads_lib.shardings, heads, target, with_words),
     measure=measure if held_out else None,
     save=save,
   )

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from experiments import launch, prompts as prompt_files, results
 from experiments.launch import UserError
 from spec_jax import hub, stops
-from spec_jax.generate import Work, make_engine, plan, run, shared_prefix
+from spec_jax.generate import Work, make_engine, plan, read_shared, run
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config",
@@ -106,8 +106,7 @@ def _answer(engine: Any, work: Work, out: results.ResultFile) -> None:
   )
   tokens, begin = 0, time.perf_counter()
   # What all prompts begin with, a system message as a rule, is read once.
-  shared = shared_prefix(rest.jobs)
-  start = engine.prefix([*rest.jobs[0].ids[: shared + 1]]) if shared else None
+  start = read_shared(engine, rest.jobs)
   with bar:
     for done in run(engine, rest, start=start) if todo else ():
       # The number of the answer: a prompt may have several.

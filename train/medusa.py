@@ -20,17 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import medusa, sharding, trained, trained_draft
+from spec_jax import medusa
 from spec_jax.base import Array, Model, PyTree
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.sampling import largest
 from spec_jax.trained_draft import BuiltDraft
-from train import data, losses
-from train.checks import at_least
+from train import data, heads as heads_lib, losses
+from train.checks import at_least, chunk_and_file
+from train.heads import later, weights_later, words_of
 from train.measure import HeldOut, cast, no_remat, precision_of
 from train.recipe import Recipe
-from train.records import Example
+from train.records import Example, example_of
 from train.words import check_words, choose_words
 
 __all__ = ["build", "check", "make_loss", "shifted"]
@@ -63,15 +64,7 @@ def check(config: Any) -> None:
     raise ValueError(
       f"loss.head_decay must be in (0, 1], got {loss.head_decay}"
     )
-  if loss.chunk < 0 or (loss.chunk and config.data.length % loss.chunk):
-    raise ValueError(
-      f"loss.chunk must divide data.length {config.data.length}, got "
-      f"{loss.chunk}"
-    )
-  if config.dtype_saved not in ("bfloat16", "float32"):
-    raise ValueError(
-      f"dtype_saved must be bfloat16 or float32, got {config.dtype_saved!r}"
-    )
+  chunk_and_file(config)
 
 
 def shifted(batch: dict[str, Array], k: int) -> tuple[Array, Array]:
@@ -87,13 +80,7 @@ def shifted(batch: dict[str, Array], k: int) -> tuple[Array, Array]:
   Returns:
     (labels `[B, T]` int32, weights `[B, T]`).
   """
-
-  def later(x):
-    return jnp.pad(x[:, k:], ((0, 0), (0, min(k, x.shape[1]))))
-
-  segment = batch["segment_ids"]
-  same = (later(segment) == segment) & (segment > 0)
-  return later(batch["labels"]), jnp.where(same, later(batch["weights"]), 0.0)
+  return later(batch["labels"], k), weights_later(batch, k)
 
 
 def make_loss(target: Model, heads: Heads, *, decay: float, chunk: int = 0):
@@ -263,8 +250,7 @@ def make_heads(
     dtype=loaded.params["final_norm"].dtype,
     precision=precision_of(config),
   )
-  fixed = {} if ids is None else {"ids": ids}
-  return heads, trained_draft.build_heads(heads, fixed, loaded)[1]
+  return heads, words_of(heads, ids, loaded)
 
 
 class Measured:
@@ -294,30 +280,34 @@ class Measured:
     self.asked = asked
     self.accuracies: tuple[tuple[float, ...], ...] = ()
     self._heads, self.words, self._saved = heads, words, saved
+    self._written: tuple[HeldOut, list[dict]] | None = None
 
   def _draft(self, params: PyTree, rates) -> BuiltDraft:
     """Returns heads as they would be loaded: rounded, with a tree."""
-    own = cast(cast(params, self._saved), self._heads.dtype)
     config = dataclasses.replace(self._heads.config, accuracies=rates)
     made = medusa.build(config, dtype=self._heads.dtype)
-    return BuiltDraft(made, {**self.words, **own})
+    return heads_lib.draft_of(made, params, self.words, self._saved)
+
+  def _answers(self) -> list[dict]:
+    """Returns the target's own answers, packed; written once a target."""
+    if self._written is None or self._written[0] is not self.asked:
+      examples = [
+        example_of(c.prompt_ids, c.ids)
+        for c in self.asked.decode(drafter="none").completions
+      ]
+      rows = data.pack(examples, max(len(x.ids) for x in examples))
+      self._written = self.asked, rows
+    return self._written[1]
 
   def measure(self, params: PyTree) -> dict[str, float]:
     """Returns what `Recipe.measure` does; `params` is `{"heads": ...}`."""
-    out = self.asked.decode(drafter="none")
-    examples = []
-    for c in out.completions:
-      both = np.asarray([*c.prompt_ids, *c.ids], np.int32)
-      answer = np.arange(len(both)) >= len(c.prompt_ids)
-      examples.append(Example(both, answer))
-    rows = data.pack(examples, max(len(x.ids) for x in examples))
     loaded = self.asked.loaded
     self.accuracies = measure_accuracies(
       loaded.model,
       self._heads,
       self._draft(params, ()).params,
       loaded.params,
-      rows,
+      self._answers(),
     )
     found = self.asked.rates(
       "medusa",
@@ -329,21 +319,16 @@ class Measured:
 
   def save(self, params: PyTree, folder: Path, info: dict[str, Any]) -> None:
     """Writes what `Recipe.save` does; `params` is `{"heads": ...}`."""
-    tensors = {
-      name: np.asarray(x)
-      for name, x in trained.flatten(cast(params, self._saved)).items()
-    }
-    if "ids" in self.words:
-      tensors["ids"] = np.asarray(self.words["ids"])
     config = self._heads.config
     own = {
       "num_heads": config.num_heads,
       "num_layers": config.num_layers,
       "own_matrices": False,
-      **trained_draft.words_info(config.words),
       "accuracies": self.accuracies,
     }
-    trained.save(folder, "medusa", tensors, {"heads": own, **info})
+    heads_lib.save(
+      folder, self._heads, params, self.words, self._saved, own, info
+    )
 
 
 def build(
@@ -370,26 +355,16 @@ def build(
   target, frozen = loaded.model, loaded.params
   heads, with_words = make_heads(config, loaded, learn)
 
-  def init(key):
-    start = heads.init(key)
-    return {"heads": cast(start["heads"], jnp.float32)}
-
-  def shardings(mesh):
-    own = sharding.params_shardings(heads, mesh, replicate=True)
-    of_words = {name: own[name] for name in with_words}
-    of_target = sharding.params_shardings(target, mesh)
-    return {"heads": own["heads"]}, {"target": of_target, "words": of_words}
-
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
   kept = Measured(asked, heads, with_words, jnp.dtype(config.dtype_saved))
 
   return Recipe(
-    init=init,
+    init=functools.partial(heads_lib.start, heads),
     loss=make_loss(
       target, heads, decay=config.loss.head_decay, chunk=config.loss.chunk
     ),
     frozen={"target": frozen, "words": with_words},
-    shardings=shardings,
+    shardings=functools.partial(heads_lib.shardings, heads, target, with_words),
     measure=kept.measure if held_out else None,
     save=kept.save,
   )

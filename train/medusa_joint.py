@@ -25,14 +25,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spec_jax import hub, hub_write, sharding, trained, trained_draft
+from spec_jax import hub, hub_write, trained, trained_draft
 from spec_jax.base import Model
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
-from train import losses, medusa as medusa_1
+from train import heads as heads_lib, losses, medusa as medusa_1
 from train.checks import above, at_least
 from train.distill import unstack_layers
+from train.heads import words_of
 from train.measure import HeldOut, cast, precision_of
 from train.recipe import Recipe
 from train.records import Example
@@ -159,22 +160,17 @@ def build(
   tuned = [n for n in frozen if n not in trained_draft.SHARED]
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
   kept = medusa_1.Measured(asked, heads, with_words, saved)
-  fixed_words = {n: x for n, x in with_words.items() if n == "ids"}
+  ids = with_words.get("ids")
 
   def init(key):
     return {
-      "heads": cast(heads.init(key)["heads"], jnp.float32),
+      **heads_lib.start(heads, key),
       "target": cast({n: frozen[n] for n in tuned}, jnp.float32),
     }
 
   def shardings(mesh):
-    own = sharding.params_shardings(heads, mesh, replicate=True)
-    of_words = {name: own[name] for name in with_words}
-    of_target = sharding.params_shardings(target, mesh)
-    return (
-      {"heads": own["heads"], "target": {n: of_target[n] for n in tuned}},
-      {"target": of_target, "words": of_words},
-    )
+    own, frozen = heads_lib.shardings(heads, target, with_words, mesh)
+    return {**own, "target": {n: frozen["target"][n] for n in tuned}}, frozen
 
   def rates(step):
     alone = step < joint.heads_first
@@ -191,7 +187,7 @@ def build(
   def measure(params) -> dict[str, float]:
     now = target_of(params)
     kept.asked = asked._replace(loaded=now)
-    kept.words = trained_draft.build_heads(heads, fixed_words, now)[1]
+    kept.words = words_of(heads, ids, now)
     return kept.measure({"heads": params["heads"]})
 
   def save(params, folder: Path, info: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from spec_jax.base import PyTree
 from train.data import Batches, DataError, Example, pack
+from train.records import example_of
 
 __all__ = ["OnPolicyBatches"]
 
@@ -83,8 +84,7 @@ class OnPolicyBatches:
     pairs = [json.loads(x) for x in path.read_text("utf-8").splitlines()]
     examples = []
     for pair in pairs:
-      ids = np.asarray(pair["prompt_ids"] + pair["ids"], np.int32)
-      answer = np.arange(len(ids)) >= len(pair["prompt_ids"])
+      ids, answer = example_of(pair["prompt_ids"], pair["ids"])
       examples.append(Example(ids[: self._length], answer[: self._length]))
     rows = pack([x for x in examples if x.answer[1:].any()], self._length)
     self._own = Batches(rows, self._batch_size, self._seed + start)

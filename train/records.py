@@ -72,6 +72,12 @@ class Example(NamedTuple):
     return self.ids[:n].tolist()
 
 
+def example_of(prompt: Sequence[int], answer: Sequence[int]) -> Example:
+  """Returns a prompt with its answer."""
+  ids = np.asarray([*prompt, *answer], np.int32)
+  return Example(ids, np.arange(len(ids)) >= len(prompt))
+
+
 class Reader:
   """Turns records into examples with the ids that decoding would use.
 
@@ -133,7 +139,7 @@ class Reader:
     if not isinstance(record, Mapping):
       raise DataError(f"{where} is neither a text nor an object")
     if "prompt_ids" in record and "ids" in record:
-      return [self._join(_ids(record, "prompt_ids"), _ids(record, "ids"))]
+      return [example_of(_ids(record, "prompt_ids"), _ids(record, "ids"))]
     for field in ("messages", "conversations"):
       if field in record:
         return self._chat(_messages(record[field], where))
@@ -158,15 +164,11 @@ class Reader:
       f"{', '.join(map(str, record)) or 'nothing'}"
     )
 
-  def _join(self, prompt: Sequence[int], answer: Sequence[int]) -> Example:
-    ids = np.asarray([*prompt, *answer], np.int32)
-    return Example(ids, np.arange(len(ids)) >= len(prompt))
-
   def _plain(self, question: str, answer: str) -> Example:
     """A prompt and its answer as raw text, ended as the target would end."""
     prompt = text.encode_prompt(self.tokenizer, question)
     given = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return self._join(prompt, [*given, *self._end])
+    return example_of(prompt, [*given, *self._end])
 
   def _chat(self, turns: Sequence[Mapping[str, str]]) -> list[Example]:
     """A conversation; each answer's prompt has the ids decoding would have.
@@ -183,7 +185,7 @@ class Reader:
       return []
     whole = [*spans[-1][0], *spans[-1][1]]
     if not all(whole[: len(p) + len(a)] == [*p, *a] for p, a in spans):
-      return [self._join(p, a) for p, a in spans]
+      return [example_of(p, a) for p, a in spans]
     answer = np.zeros(len(whole), bool)
     for p, a in spans:
       answer[len(p) : len(p) + len(a)] = True

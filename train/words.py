@@ -9,6 +9,7 @@ import numpy as np
 
 from spec_jax.base import Array
 from spec_jax.heads import Words
+from train.checks import at_least
 from train.records import Example
 
 __all__ = ["check_words", "choose_words"]
@@ -20,8 +21,7 @@ def check_words(draft: Any) -> None:
   Raises:
     ValueError: naming the field.
   """
-  if draft.words < 0:
-    raise ValueError(f"draft.words must be at least 0, got {draft.words}")
+  at_least("draft", draft, ("words",), 0)
   if draft.words_by not in ("id", "count"):
     raise ValueError(
       f"draft.words_by must be id or count, got {draft.words_by!r}"

@@ -67,12 +67,7 @@ def takes_draft(name: str, options: Mapping[str, Any] | None = None) -> bool:
   Raises:
     ValueError: if an option that decides is no drafter.
   """
-  module = importlib.import_module(f"{__name__}.{name}")
-  decides = getattr(module, "takes_draft", None)
-  if decides is None:
-    return getattr(module, "TAKES_DRAFT", False)
-  known = options_of(decides)
-  return decides(**{k: v for k, v in (options or {}).items() if k in known})
+  return _said(name, "takes_draft", options, False)
 
 
 def takes_heads(
@@ -87,10 +82,17 @@ def takes_heads(
   Raises:
     ValueError: if an option that decides is no drafter.
   """
+  return _said(name, "takes_heads", options, None)
+
+
+def _said(
+  name: str, what: str, options: Mapping[str, Any] | None, usual: Any
+) -> Any:
+  """Returns what a drafter's file says: a function, a constant, or nothing."""
   module = importlib.import_module(f"{__name__}.{name}")
-  decides = getattr(module, "takes_heads", None)
+  decides = getattr(module, what, None)
   if decides is None:
-    return getattr(module, "TAKES_HEADS", None)
+    return getattr(module, what.upper(), usual)
   known = options_of(decides)
   return decides(**{k: v for k, v in (options or {}).items() if k in known})
 

@@ -9,28 +9,16 @@ import jax.numpy as jnp
 
 from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
 from spec_jax.combining import (
-  any_takes_draft,
   ask,
   build_part,
   combined,
-  heads_taken,
+  either_takes_draft,
+  either_takes_heads,
   laws_of,
   tell,
 )
 
-
-def takes_draft(
-  *, first: str = "prompt_lookup", second: str = "vanilla"
-) -> bool:
-  """Tells whether one of the two asks a draft model."""
-  return any_takes_draft(first, second)
-
-
-def takes_heads(
-  *, first: str = "prompt_lookup", second: str = "vanilla"
-) -> str | None:
-  """Returns the kind of heads that one of the two takes, or None."""
-  return heads_taken(first, second)
+takes_draft, takes_heads = either_takes_draft, either_takes_heads
 
 
 def build(
