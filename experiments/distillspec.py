@@ -32,9 +32,9 @@ import spec_jax
 from spec_jax import trained
 from spec_jax.builtin import sha256_of
 from train import data, distill, loop, losses, on_policy
-from train.checkpoint import Checkpoints, RunFolder
+from train.checkpoint import RunFolder
 from train.recipe import Recipe
-from train.report import Reporter
+from train.small_run import train_through
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _ANSWERS = flags.DEFINE_string(
@@ -100,49 +100,20 @@ def run_one(
 ) -> dict[str, float]:
   """Trains one draft, or goes on, and evaluates it."""
   config = config_of(loss)
+  config.on_policy.part = SOURCES[source]
   recipe = distill.build(config, loaded, None, [x.prompt for x in held])
-  part = SOURCES[source]
-  drafted = round(part * _BATCH.value)
   text = learn["truth" if source == "truth" else "answers"]
-  packed = data.pack(text, _LENGTH.value)
-  fixed = None
-  if drafted < _BATCH.value:
-    fixed = data.Batches(packed, _BATCH.value - drafted, _SEED.value)
-  batches: Any = fixed
-  if drafted:
-    assert recipe.sample is not None
-    batches = on_policy.OnPolicyBatches(
-      fixed,
-      [x.prompt for x in text],
-      recipe.sample,
-      batch_size=drafted,
-      length=_LENGTH.value,
-      refresh=config.on_policy.refresh,
-      prompts_each=config.on_policy.prompts,
-      seed=_SEED.value,
-      folder=folder / "on_policy",
-    )
-  optimizer = loop.Optimizer(**config.optimizer)
-  folder.mkdir(parents=True, exist_ok=True)
-  checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-  silent = recipe._replace(measure=None, save=lambda params, folder, info: None)
-  try:
-    loop.train(
-      silent,
-      batches,
-      optimizer,
-      loop.Schedule(steps=_STEPS.value, log_every=10, save_every=50),
-      out=folder,
-      checkpoints=checkpoints,
-      reporter=Reporter(folder),
-      seed=_SEED.value,
-    )
-    transform, _ = optimizer.build(_STEPS.value)
-    found = checkpoints.restore(loop.make_state(silent, transform, _SEED.value))
-  finally:
-    checkpoints.close()
-  assert found is not None
-  return evaluate(recipe, found[0].params, rows)
+  packed = data.pack(text, config.data.length)
+  fixed, drafted = on_policy.make_fixed(config, packed, 1)
+  params = train_through(
+    folder,
+    recipe,
+    on_policy.mix(config, fixed, drafted, text, recipe, folder),
+    loop.Optimizer(**config.optimizer),
+    loop.Schedule(steps=config.train.steps, log_every=10, save_every=50),
+    config.seed,
+  )
+  return evaluate(recipe, params, rows)
 
 
 def table(lines: list[dict[str, Any]]) -> str:

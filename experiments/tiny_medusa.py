@@ -34,10 +34,10 @@ from spec_jax.models import decoder
 from spec_jax.rope import make_rope
 from spec_jax.trained_draft import BuiltDraft
 from train import data, loop, losses, medusa as recipe_file
-from train.checkpoint import Checkpoints, RunFolder
+from train.checkpoint import RunFolder
 from train.recipe import Recipe
 from train.records import Example, example_of
-from train.report import Reporter
+from train.small_run import train_through
 
 _OUT = flags.DEFINE_string(
   "out", "", "Folder of the run; resumed if it is one."
@@ -150,30 +150,14 @@ def train(
 ) -> Any:
   """Trains, or goes on; returns the parameters at the end."""
   print(f"training {name}, {steps} steps", file=sys.stderr, flush=True)
-  where = folder / name
-  where.mkdir(exist_ok=True)
-  optimizer = loop.Optimizer(
-    learning_rate=3e-3, warmup=min(50, max(1, steps // 10))
+  return train_through(
+    folder / name,
+    recipe,
+    data.Batches(rows, _BATCH, _SEED.value),
+    loop.Optimizer(learning_rate=3e-3, warmup=min(50, max(1, steps // 10))),
+    loop.Schedule(steps=steps, log_every=20, save_every=100),
+    _SEED.value,
   )
-  checkpoints = Checkpoints(where / "checkpoints", keep=1)
-  try:
-    loop.train(
-      recipe,
-      data.Batches(rows, _BATCH, _SEED.value),
-      optimizer,
-      loop.Schedule(steps=steps, log_every=20, save_every=100),
-      out=where,
-      checkpoints=checkpoints,
-      reporter=Reporter(where),
-      seed=_SEED.value,
-    )
-    transform, _ = optimizer.build(steps)
-    like = loop.make_state(recipe, transform, _SEED.value)
-    found = checkpoints.restore(like)
-  finally:
-    checkpoints.close()
-  assert found is not None
-  return found[0].params
 
 
 def decode(loaded: Loaded, prompts: list[list[int]], **how) -> Any:

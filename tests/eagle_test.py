@@ -139,6 +139,16 @@ def setting(version, ids, period=1, chunk=4, options=(("num_draft", K),)):
   return rig, Reference(target, heads, own, shown)
 
 
+def rig_of(name="eagle", heads=None, options=(("num_draft", K),), **more):
+  """Returns the rig of a drafter with a head, on the tiny decoder."""
+  target = fakes.tiny(V, windows=(None, None))
+  made, own = fakes.heads_of("eagle", target)
+  made = heads or made
+  drafter = drafters.build(name, target[0], made, slots=SLOTS, **dict(options))
+  usual = {"slots": SLOTS, "use": fakes.GREEDY, "trace": True}
+  return fakes.Rig(target, drafter, draft=(made, own), **{**usual, **more})
+
+
 def steps_of(rig, prompts=PROMPTS, settings=NEW):
   state = rig.start(prompts, settings)
   while not state.done.all():
@@ -181,17 +191,7 @@ def test_features_off_by_one_are_seen(monkeypatch):
     return layer._replace(fuse=fuse)
 
   monkeypatch.setattr(eagle, "make_layer", shifted)
-  target = fakes.tiny(V, windows=(None, None))
-  heads, own = fakes.heads_of("eagle", target)
-  drafter = drafters.build("eagle", target[0], heads, slots=SLOTS, num_draft=K)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=(heads, own),
-    slots=SLOTS,
-    use=fakes.GREEDY,
-    trace=True,
-  )
+  rig = rig_of()
   reference = setting(3, None)[1]
   wrong = 0
   for state, info in steps_of(rig):
@@ -220,21 +220,11 @@ def test_chunks_of_a_prompt_are_the_prompt():
 @pytest.mark.parametrize("second", ["eagle(num_draft=2)", "eagle(tree=(2, 1))"])
 def test_as_a_part_it_keeps_up_with_what_others_drafted(second):
   """More tokens than its own depth at once: its pairs are the text's own."""
-  target = fakes.tiny(V, windows=(None, None))
-  heads, own = fakes.heads_of("eagle", target)
   options = {
     "first": "prompt_lookup(num_draft=12, match='first')",
     "second": second,
   }
-  drafter = drafters.build("merge", target[0], heads, slots=SLOTS, **options)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=(heads, own),
-    slots=SLOTS,
-    use=in_use([SAME]),
-    trace=True,
-  )
+  rig = rig_of("merge", options=options, use=in_use([SAME]))
   longest = 0
   for state, info in steps_of(rig, PROMPTS, SAME):
     longest = max(longest, int(info.num_accepted.max()))
@@ -261,17 +251,9 @@ def test_as_a_part_it_keeps_up_with_what_others_drafted(second):
 def test_it_stops_where_its_own_context_ends():
   """A target of 256 tokens, a head of 24: drafts end, the text does not."""
   target = fakes.tiny(V, windows=(None, None))
-  heads, own = fakes.heads_of("eagle", target)
+  heads, _ = fakes.heads_of("eagle", target)
   short = eagle.build(dataclasses.replace(heads.config, max_length=24))
-  drafter = drafters.build("eagle", target[0], short, slots=SLOTS, num_draft=K)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=(short, own),
-    slots=SLOTS,
-    use=fakes.GREEDY,
-    trace=True,
-  )
+  rig = rig_of(heads=short)
   plain = fakes.Rig(target, slots=SLOTS, use=fakes.GREEDY)
   settings = Settings(max_new_tokens=45)
   drafted = []
@@ -365,18 +347,7 @@ def test_two_parts_cannot_take_two_kinds_of_heads():
 
 def test_a_policy_that_asks_the_head_is_asked():
   """The head's law is shown to the length policy: a threshold of 1 ends it."""
-  target = fakes.tiny(V, windows=(None, None))
-  heads, own = fakes.heads_of("eagle", target)
-  drafter = drafters.build("eagle", target[0], heads, slots=SLOTS, num_draft=K)
-  policy = length.build("confidence", K, threshold=1.0)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=(heads, own),
-    slots=SLOTS,
-    use=fakes.GREEDY,
-    policy=policy,
-  )
+  rig = rig_of(policy=length.build("confidence", K, threshold=1.0))
   state = rig.run(PROMPTS, NEW)
   # The root's children are drafted before a law of theirs is seen.
   assert int(state.tally.drafted_at[:, 1:].sum()) == 0
@@ -387,18 +358,7 @@ def test_what_stands_behind_a_shared_beginning_does_not_leak():
 
   The beginning was read with another token behind it, which must leave no pair.
   """
-  target = fakes.tiny(V, windows=(None, None))
-  heads, own = fakes.heads_of("eagle", target)
-  drafter = drafters.build("eagle", target[0], heads, slots=SLOTS, num_draft=K)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=(heads, own),
-    slots=SLOTS,
-    chunk=4,
-    use=fakes.GREEDY,
-    trace=True,
-  )
+  rig = rig_of(chunk=4)
   begin = [7, 1, 7, 2, 7, 1, 7, 2, 7]
   for rest in ([3], [4, 4], [5, 6, 1, 2, 9, 9, 1]):
     longer = [begin + rest, begin + rest]

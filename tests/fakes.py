@@ -77,18 +77,23 @@ def tiny(vocab=13, *, windows=(None, 4), max_length=256, seed=5):
   return _seeded(decoder.build(config), seed)
 
 
-def _seeded(model, seed):
-  """Draws parameters with numpy: `init` would compile each leaf's draw."""
+def _drawn(shapes, seed):
+  """Draws parameters of these shapes: norms about 1, matrices of unit gain."""
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
 
   def draw(x):
     values = rng.normal(size=x.shape).astype(np.float32)
-    if len(x.shape) == 1:  # Norms.
+    if len(x.shape) == 1:
       return jnp.asarray(1 + 0.1 * values)
     return jnp.asarray(values * np.float32(x.shape[0] ** -0.5))
 
-  params = jax.tree.map(draw, shapes)
+  return jax.tree.map(draw, shapes)
+
+
+def _seeded(model, seed):
+  """Draws parameters with numpy: `init` would compile each leaf's draw."""
+  shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+  params = _drawn(shapes, seed)
   # Sharper than at random, else greedy text is one token for ever and a wrong
   # key goes unseen.
   layers = [
@@ -136,15 +141,8 @@ def heads_of(kind, target, *, ids=None, version=3, seed=4):
     taps = (0, 1, 2) if version == 3 else ()
     made = eagle.build(eagle.config_of(model.config, version, words, taps=taps))
   shapes = jax.eval_shape(made.init, jax.eval_shape(lambda: jax.random.key(0)))
-  rng = np.random.default_rng(seed)
-
-  def draw(x):
-    values = rng.normal(size=x.shape).astype(np.float32)
-    if len(x.shape) == 1:
-      return jnp.asarray(1 + 0.1 * values)
-    return jnp.asarray(values * np.float32(x.shape[0] ** -0.5))
-
-  params = jax.tree.map(draw, {k: v for k, v in shapes.items() if k != "ids"})
+  known = {k: v for k, v in shapes.items() if k != "ids"}
+  params = _drawn(known, seed)
   if ids is not None:
     params["ids"] = jnp.asarray(ids, jnp.int32)
   return made, params

@@ -51,6 +51,21 @@ _KINDS = {
 }
 
 
+def _train(folder, name, out, monkeypatch, capsys, *words):
+  """Runs a recipe's configuration on the tiny model."""
+  return _run(
+    "main",
+    f"configs/{name}.py",
+    monkeypatch,
+    capsys,
+    f"--config.model={folder / 'model'}",
+    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
+    f"--out={out}",
+    *_SMALL,
+    *words,
+  )
+
+
 @pytest.fixture(scope="module")
 def trained_folder(folder):
   """Trains a kind once; returns where its best lies."""
@@ -60,15 +75,12 @@ def trained_folder(folder):
     if kind not in done:
       name = kind.split("_")[0]
       out = folder / f"run_{kind}"
-      code, _, err = _run(
-        "main",
-        f"configs/{name}.py",
+      code, _, err = _train(
+        folder,
+        name,
+        out,
         monkeypatch,
         capsys,
-        f"--config.model={folder / 'model'}",
-        f"--config.data.files=('{folder / 'chats.jsonl'}',)",
-        f"--out={out}",
-        *_SMALL,
         *_KINDS[kind],
       )
       assert code == 0, err
@@ -140,15 +152,12 @@ def test_heads_are_trained_on_a_mesh(
 ):
   """2 x 2 devices: trained, measured by the decoder there, and saved."""
   name = kind.split("_")[0]
-  code, _, err = _run(
-    "main",
-    f"configs/{name}.py",
+  code, _, err = _train(
+    folder,
+    name,
+    tmp_path / "run",
     monkeypatch,
     capsys,
-    f"--config.model={folder / 'model'}",
-    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
-    f"--out={tmp_path / 'run'}",
-    *_SMALL,
     *_KINDS[kind],
     "--config.mesh=2x2",
   )
@@ -177,15 +186,12 @@ def test_heads_and_target_trained_together_belong_together(
 ):
   """Medusa-2: another target is written, and its heads are for it alone."""
   out = tmp_path / "joint"
-  code, _, err = _run(
-    "main",
-    "configs/medusa_joint.py",
+  code, _, err = _train(
+    folder,
+    "medusa_joint",
+    out,
     monkeypatch,
     capsys,
-    f"--config.model={folder / 'model'}",
-    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
-    f"--out={out}",
-    *_SMALL,
     *_KINDS["medusa"],
     "--config.joint.heads_first=1",
     "--config.optimizer.learning_rate=0.01",
@@ -225,15 +231,12 @@ def test_few_words_and_short_answers_are_no_trouble(
       ("--config.draft.words=0", "--config.draft.heads=50"),
     )
   ):
-    code, _, err = _run(
-      "main",
-      "configs/medusa.py",
+    code, _, err = _train(
+      folder,
+      "medusa",
+      tmp_path / str(i),
       monkeypatch,
       capsys,
-      f"--config.model={folder / 'model'}",
-      f"--config.data.files=('{folder / 'chats.jsonl'}',)",
-      f"--out={tmp_path / str(i)}",
-      *_SMALL,
       "--config.draft.heads=2",
       "--config.train.steps=1",
       *words,
@@ -306,15 +309,12 @@ def test_heads_for_another_target_are_one_line(
 def test_what_a_user_can_mend_is_one_line(
   name, words, message, folder, tmp_path, monkeypatch, capsys
 ):
-  code, _, err = _run(
-    "main",
-    f"configs/{name}.py",
+  code, _, err = _train(
+    folder,
+    name,
+    tmp_path / "run",
     monkeypatch,
     capsys,
-    f"--config.model={folder / 'model'}",
-    f"--config.data.files=('{folder / 'chats.jsonl'}',)",
-    f"--out={tmp_path / 'run'}",
-    *_SMALL,
     *(() if "draft." in words else _KINDS[name.split("_")[0]]),
     words,
   )

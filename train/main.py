@@ -129,58 +129,15 @@ def main() -> int | None:
     folder.close()
 
 
-def make_fixed(config, rows, accumulate: int):
-  """Returns batches of the data, and how many rows of each are the draft's.
-
-  Raises:
-    ValueError: if a number is out of range.
-  """
-  own = config.on_policy
-  if not 0 <= own.part <= 1:
-    raise ValueError(f"on_policy.part must be in [0, 1], got {own.part}")
-  for name in ("refresh", "prompts"):
-    if own[name] < 1:
-      raise ValueError(f"on_policy.{name} must be at least 1, got {own[name]}")
-  whole = config.train.batch_size * accumulate
-  drafted = round(own.part * whole)
-  if drafted == whole:
-    return None, drafted
-  return data.Batches(rows, whole - drafted, config.seed), drafted
-
-
-def mix(config, fixed, drafted: int, learn, recipe, folder):
-  """Returns the batches of a run; see `make_fixed`.
-
-  Raises:
-    ValueError: if the recipe's draft cannot write alone.
-  """
-  if not drafted:
-    return fixed
-  if recipe.sample is None:
-    raise ValueError(f"recipe {config.recipe!r} takes no on_policy.part")
-  own = config.on_policy
-  return on_policy.OnPolicyBatches(
-    fixed,
-    [x.prompt for x in learn],
-    recipe.sample,
-    batch_size=drafted,
-    length=config.data.length,
-    refresh=own.refresh,
-    prompts_each=own.prompts,
-    seed=config.seed,
-    folder=folder / "on_policy",
-  )
-
-
 def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
   learn, held_out = read_data(config, opened.loaded)
   rows = data.pack(learn, config.data.length)
   with launch.user_errors():
-    fixed, drafted = make_fixed(config, rows, schedule.accumulate)
+    fixed, drafted = on_policy.make_fixed(config, rows, schedule.accumulate)
   loaded = opened.read()
   with launch.user_errors():
     recipe = recipe_file.build(config, loaded, mesh, held_out, learn)
-    batches = mix(config, fixed, drafted, learn, recipe, folder.path)
+    batches = on_policy.mix(config, fixed, drafted, learn, recipe, folder.path)
   tokens = sum(float(row["weights"].sum()) for row in rows)
   print(
     f"{len(learn)} examples in {len(rows)} rows of {config.data.length}, "

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from spec_jax.base import PyTree
+from train.checks import at_least
 from train.data import Batches, DataError, Example, pack
+from train.recipe import Recipe
 from train.records import example_of
 
-__all__ = ["OnPolicyBatches"]
+__all__ = ["OnPolicyBatches", "make_fixed", "mix"]
 
 
 class OnPolicyBatches:
@@ -127,3 +129,53 @@ class OnPolicyBatches:
     """Moves to a position that `position` gave."""
     if self._fixed is not None:
       self._fixed.restore(position)
+
+
+def make_fixed(
+  config: Any, rows: Sequence[dict], accumulate: int
+) -> tuple[Batches | None, int]:
+  """Returns batches of the data, and how many rows of each are the draft's.
+
+  Raises:
+    ValueError: if a number is out of range.
+  """
+  own = config.on_policy
+  if not 0 <= own.part <= 1:
+    raise ValueError(f"on_policy.part must be in [0, 1], got {own.part}")
+  at_least("on_policy", own, ("refresh", "prompts"), 1)
+  whole = config.train.batch_size * accumulate
+  drafted = round(own.part * whole)
+  if drafted == whole:
+    return None, drafted
+  return Batches(rows, whole - drafted, config.seed), drafted
+
+
+def mix(
+  config: Any,
+  fixed: Batches | None,
+  drafted: int,
+  learn: Sequence[Example],
+  recipe: Recipe,
+  folder: Path,
+) -> Any:
+  """Returns the batches of a run; see `make_fixed`.
+
+  Raises:
+    ValueError: if the recipe's draft cannot write alone.
+  """
+  if not drafted:
+    return fixed
+  if recipe.sample is None:
+    raise ValueError(f"recipe {config.recipe!r} takes no on_policy.part")
+  own = config.on_policy
+  return OnPolicyBatches(
+    fixed,
+    [x.prompt for x in learn],
+    recipe.sample,
+    batch_size=drafted,
+    length=config.data.length,
+    refresh=own.refresh,
+    prompts_each=own.prompts,
+    seed=config.seed,
+    folder=folder / "on_policy",
+  )
