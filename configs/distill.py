@@ -62,6 +62,9 @@ def get_config() -> ConfigDict:
   config.data.system = ""
   # Examples to read at most; 0 = all.
   config.data.limit = 0
+  # A folder where the target's states are kept, bfloat16, for several epochs or
+  # recipes; "" = the target runs in each step.
+  config.data.features = ""
 
   # The draft's own answers to the data's prompts, written as it learns.
   config.on_policy = ConfigDict()

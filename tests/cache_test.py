@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import tree as trees
+from spec_jax import cache as cache_lib, tree as trees
 from spec_jax.base import Block, Cache
 from spec_jax.cache import (
   attend,
@@ -172,6 +172,34 @@ def test_a_query_that_sees_nothing_is_finite():
     scale=1.0,
   )
   assert np.isfinite(out).all()
+
+
+def test_a_long_text_alone_is_attended_as_a_short_one():
+  """By row and head on CPU: as under one softmax, gradients too."""
+  rng = np.random.default_rng(1)
+  B, T, H, G, E = 2, cache_lib.LONG, 4, 2, 5
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  q, k, v = draw(B, T, H, E), draw(B, T, G, E), draw(B, T, G, E)
+  see = jnp.asarray(rng.random((B, T, T)) < 0.5).at[:, :, 0].set(True)
+  nothing = jnp.zeros((B, G, 1, E)), jnp.zeros((B, G, 1, E))
+  no = jnp.zeros((1, 1, 1), bool)
+  out = draw(B, T, H * E)
+
+  def alone(q, k, v):
+    return (out * cache_lib.attend_alone(q, k, v, see, scale=0.3)).sum()
+
+  def joined(q, k, v):
+    found = cache_lib.attend(q, *nothing, k, v, no, see, scale=0.3)
+    return (out * found).sum()
+
+  ours, theirs = (
+    jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (alone, joined)
+  )
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+    ours,
+    theirs,
+  )
 
 
 # --- a decoder with rings against forwards from scratch ----------------------

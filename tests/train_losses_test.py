@@ -160,24 +160,6 @@ def test_smaller_vocabulary_keeps_the_law_and_drops_what_cannot_be_said():
   np.testing.assert_allclose(losses.law(kept).probs[0], expected, rtol=1e-5)
 
 
-def test_pieces_add_up_to_the_whole():
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.normal(size=(2, 12, 3)), jnp.float32)
-  w = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
-
-  def total(w, size):
-    piece = lambda a: {"sum": (jnp.tanh(a @ w) ** 2).sum()}
-    return losses.sum_chunks(piece, x, size)["sum"]
-
-  whole, grad = jax.value_and_grad(total)(w, 0)
-  for size in (1, 4, 12):
-    value, slope = jax.value_and_grad(total)(w, size)
-    np.testing.assert_allclose(value, whole, rtol=1e-6)
-    np.testing.assert_allclose(slope, grad, rtol=1e-4, atol=1e-5)
-  with pytest.raises(ValueError, match="5 positions do not divide 12"):
-    total(w, 5)
-
-
 @pytest.mark.parametrize(
   "options, words",
   [

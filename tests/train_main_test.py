@@ -123,6 +123,22 @@ def test_a_run_ends_with_a_draft_and_goes_on_after_a_stop(train, run_folder):
   assert file.stat().st_size < 40_000
 
 
+def test_states_kept_on_disk_train_the_same_draft(train, folder, run_folder):
+  states = folder / "states"
+  kept = f"--config.data.features={states}"
+  code, _, err = train(f"--out={folder / 'kept'}", kept)
+  assert code == 0, err
+  assert len(list(states.glob("*/tap_final.bfloat16"))) == 1
+  losses = [
+    [x["loss"] for x in read_lines(run / "metrics.jsonl") if "loss" in x][-1]
+    for run in (folder / "kept", run_folder)
+  ]
+  np.testing.assert_allclose(*losses, rtol=0.05)
+  words = "--config.on_policy.part=0.5", f"--out={folder / 'mixed'}"
+  code, _, err = train(kept, *words)
+  assert code == 2 and "data.features keeps the target's states" in err
+
+
 def test_the_draft_decodes_and_is_what_was_measured(folder, run_folder):
   """By path, in Python: the held-out prompts give the card's number."""
   loaded = spec_jax.load(folder / "model", cpu_kernel="off")

@@ -210,6 +210,19 @@ def _row(examples: Sequence[Example], length: int) -> dict[str, np.ndarray]:
   return row
 
 
+class _Wider(Sequence):
+  """Rows with one field more."""
+
+  def __init__(self, rows, name, values):
+    self._rows, self._name, self._values = rows, name, values
+
+  def __len__(self):
+    return len(self._rows)
+
+  def __getitem__(self, i):
+    return {**self._rows[i], self._name: self._values[i]}
+
+
 class Batches:
   """Endless batches in an order that a seed fixes; every epoch has its own.
 
@@ -228,10 +241,24 @@ class Batches:
     for row in rows:
       content.update(row["tokens"].tobytes() + row["weights"].tobytes())
     self._digest = content.hexdigest()
-    data = grain.MapDataset.source(rows).seed(seed).shuffle().repeat(_EPOCHS)
+    self._seed, self._batch_size = seed, batch_size
+    self._read_from(rows)
+
+  def _read_from(self, rows: Sequence[dict]) -> None:
+    data = grain.MapDataset.source(rows).seed(self._seed).shuffle()
+    data = data.repeat(_EPOCHS).batch(self._batch_size)
     # Rows lie in memory already: threads that read ahead would gain nothing.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    self._batches = iter(data.batch(batch_size).to_iter_dataset(options))
+    self._batches = iter(data.to_iter_dataset(options))
+
+  def bring(self, name: str, values: Sequence[np.ndarray]) -> None:
+    """Lets batches hold one more field from now on, from the first batch.
+
+    Args:
+      name: of the field.
+      values: of each row; read as they are needed.
+    """
+    self._read_from(_Wider(self.rows, name, values))
 
   def __next__(self) -> dict[str, np.ndarray]:
     """Returns the next batch, `[B, T]` arrays."""

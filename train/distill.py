@@ -23,9 +23,10 @@ from spec_jax.generate import generate
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
 from spec_jax.settings import Settings
-from train import losses
+from train import features, losses
 from train.checks import above, at_least, chunk_and_file
 from train.measure import HeldOut, cast, precision_of, rows_for
+from train.pieces import sum_pieces
 from train.recipe import Recipe
 from train.records import Example
 
@@ -78,6 +79,7 @@ def make_loss(
   beta: float = 0.5,
   top_k: int = 0,
   chunk: int = 0,
+  compact: bool = False,
 ):
   """Makes the recipe's loss, see `Recipe.loss`.
 
@@ -89,56 +91,53 @@ def make_loss(
     beta: see `losses.divergence`.
     top_k: see `losses.divergence`.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+    compact: see `sum_pieces`.
   """
   words = draft.config.num_words
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
-    dtype = frozen["final_norm"].dtype
-    own = {**frozen, **cast(params, dtype), **words_head(draft, frozen)}
-    read = {
-      "positions_BT": batch["positions"],
-      "segment_ids": batch["segment_ids"],
-      "logits_at": jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
-    }
-    theirs = target.apply(frozen, batch["tokens"], **read).hidden[:, :, 0]
-    ours = draft.apply(own, batch["tokens"], **read).hidden[:, :, 0]
+    head = words_head(draft, frozen)
+    own = {**frozen, **cast(params, frozen["final_norm"].dtype), **head}
+    return sum_pieces(
+      judge,
+      chunk,
+      learned={"ours": features.read(draft, own, batch)[:, :, 0]},
+      given={
+        "theirs": features.of_batch(target, frozen, batch)[:, :, 0],
+        "weights": batch["weights"],
+        "labels": batch["labels"],
+      },
+      frozen={"target": frozen, "draft": {**frozen, **head}},
+      counted=batch["weights"] != 0,
+      compact=compact,
+    )
 
-    def piece(x):
-      logits = jax.lax.stop_gradient(target.unembed(frozen, x["theirs"]))
-      guess = draft.unembed(own, x["ours"])
-      weights = x["weights"]
-      if words:
-        guess = guess[..., :words]
-        ids = jnp.arange(words)
-        logits, weights = losses.keep_ids(logits, ids, weights)
-      value, alpha = losses.divergence(
-        "tvd" if name == _CROSS_ENTROPY else name,
-        logits,
-        guess,
-        weights,
-        temperature=temperature,
-        beta=beta,
-        top_k=top_k,
-      )
-      if name == _CROSS_ENTROPY:
-        value = losses.cross_entropy(guess, x["labels"], weights)
-      agree = logits.argmax(-1) == guess.argmax(-1)
-      return {
-        "loss": value.sum(),
-        "acceptance": alpha.sum(),
-        "agreement": (agree * weights).sum(),
-        "tokens": x["weights"].sum(),
-      }
-
-    arrays = {
-      "theirs": jax.lax.stop_gradient(theirs),
-      "ours": ours,
-      "weights": batch["weights"],
-      "labels": batch["labels"],
+  def judge(params, learned, given, frozen):
+    del params  # output matrix and embedding are the target's, frozen
+    logits = target.unembed(frozen["target"], given["theirs"])
+    guess = draft.unembed(frozen["draft"], learned["ours"])
+    weights = given["weights"]
+    if words:
+      guess = guess[..., :words]
+      logits, weights = losses.keep_ids(logits, words, weights)
+    value, alpha = losses.divergence(
+      "tvd" if name == _CROSS_ENTROPY else name,
+      logits,
+      guess,
+      weights,
+      temperature=temperature,
+      beta=beta,
+      top_k=top_k,
+    )
+    if name == _CROSS_ENTROPY:
+      value = losses.cross_entropy(guess, given["labels"], weights)
+    return {
+      "loss": value.sum(),
+      "acceptance": alpha.sum(),
+      "agreement": losses.agreement(logits, guess, weights).sum(),
+      "tokens": given["weights"].sum(),
     }
-    sums = losses.sum_chunks(piece, arrays, chunk)
-    return sums.pop("loss"), sums
 
   return loss
 
@@ -275,8 +274,10 @@ def build(
       beta=config.loss.beta,
       top_k=config.loss.top_k,
       chunk=config.loss.chunk,
+      compact=mesh is None,
     ),
     frozen=frozen,
+    target=loaded.model,
     shardings=shardings,
     measure=measure if held_out else None,
     save=save,

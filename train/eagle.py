@@ -19,18 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from spec_jax import eagle
 from spec_jax.base import Array, Model
+from spec_jax.cache import LONG
 from spec_jax.drafters import best_first
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.models.decoder import FINAL, PRECISION
-from train import heads as heads_lib, losses
+from train import features as features_lib, heads as heads_lib, losses
 from train.checks import at_least, chunk_and_file, integers
 from train.heads import earlier, later, weights_later, words_of
 from train.measure import HeldOut, cast, no_remat, precision_of
+from train.pieces import sum_pieces
 from train.recipe import Recipe
 from train.records import Example
 from train.words import check_words, choose_words
@@ -108,21 +111,43 @@ def attend_chains(
   """
   B, T, H, E = q.shape
   G = keys[0].shape[2]
-  q = q.reshape(B, T, G, H // G, E).astype(jnp.float32)
-  whole = jnp.einsum("btghe,bsge->bghts", q, keys[0].astype(jnp.float32))
-  whole = jnp.where(visible[:, None, None], whole * scale, _MASKED)
-  own = [
-    jnp.einsum("btghe,btge->bght", q, k.astype(jnp.float32)) * scale
-    for k in keys[1:]
-  ]
-  both = jnp.concatenate([whole, *(x[..., None] for x in own)], -1)
-  weights = jax.nn.softmax(both, -1)
-  out = jnp.einsum(
-    "bghts,bsge->btghe", weights[..., :T], values[0].astype(jnp.float32)
-  )
-  for s, v in enumerate(values[1:]):
-    share = jnp.moveaxis(weights[..., T + s], 3, 1)  # [B, T, G, H / G]
-    out = out + share[..., None] * v.astype(jnp.float32)[:, :, :, None]
+  f32 = jnp.float32
+  q = q.reshape(B, T, G, H // G, E).astype(f32)
+  k, v = (jnp.stack(x).astype(f32) for x in (keys, values))  # [S, B, T, G, E]
+
+  def together(q, k, v, visible):
+    whole = jnp.einsum("btghe,bsge->btghs", q, k[0]) * scale
+    whole = jnp.where(visible[:, :, None, None], whole, _MASKED)
+    own = jnp.einsum("btghe,sbtge->btghs", q, k[1:]) * scale
+    weights = jax.nn.softmax(jnp.concatenate([whole, own], -1), -1)
+    out = jnp.einsum("btghs,bsge->btghe", weights[..., :T], v[0])
+    return out + jnp.einsum("btghs,sbtge->btghe", weights[..., T:], v[1:])
+
+  @jax.checkpoint
+  def one(x):
+    q, k, v, visible = x  # [T, H / G, E], [S, T, E], [S, T, E], [T, T]
+    whole = (q.reshape(-1, E) @ k[0].T).reshape(T, -1, T) * scale
+    whole = jnp.where(visible[:, None], whole, _MASKED)
+    own = [(q * x[:, None]).sum(-1, keepdims=True) * scale for x in k[1:]]
+    weights = jax.nn.softmax(jnp.concatenate([whole, *own], -1), -1)
+    out = (weights[..., :T].reshape(-1, T) @ v[0]).reshape(T, -1, E)
+    for s, x in enumerate(v[1:]):
+      out = out + weights[..., T + s, None] * x[:, None]
+    return out
+
+  def in_turn(q, k, v, visible):
+    q = jnp.moveaxis(q, 2, 1).reshape(B * G, T, H // G, E)
+    k, v = (jnp.moveaxis(x, (1, 3), (0, 1)) for x in (k, v))
+    k, v = (x.reshape(B * G, *x.shape[2:]) for x in (k, v))
+    out = lax.map(one, (q, k, v, jnp.repeat(visible, G, 0)))
+    return jnp.moveaxis(out.reshape(B, G, T, H // G, E), 1, 2)
+
+  if T < LONG:
+    out = together(q, k, v, visible)
+  else:  # see `cache.attend_alone`
+    out = lax.platform_dependent(
+      q, k, v, visible, cpu=in_turn, default=together
+    )
   return out.reshape(B, T, H * E)
 
 
@@ -148,6 +173,7 @@ def make_loss(
   law_weight: float = 0.1,
   noise: float = 0.0,
   chunk: int = 0,
+  compact: bool = False,
   precision: str | None = PRECISION,
 ):
   """Makes the recipe's loss, see `Recipe.loss`.
@@ -160,6 +186,7 @@ def make_loss(
     law_weight: of version 1, of the law beside the feature; the paper takes .1.
     noise: of version 1, the largest that is added to a feature.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+    compact: see `sum_pieces`.
     precision: of products, see `decoder.build`.
   """
   config = heads.config
@@ -170,14 +197,7 @@ def make_loss(
     own = {**frozen["words"], **cast(params, heads.dtype)}
     theirs = frozen["target"]
     B, T = batch["tokens"].shape
-    out = target.apply(
-      theirs,
-      batch["tokens"],
-      positions_BT=batch["positions"],
-      segment_ids=batch["segment_ids"],
-      logits_at=jnp.zeros((B, 0), jnp.int32),
-    )
-    taps = jax.lax.stop_gradient(out.hidden)
+    taps = features_lib.of_batch(target, theirs, batch)
     final = taps[:, :, -1]
     features = taps[:, :, : taps.shape[2] - (version == 3)]
     features = features.reshape(B, T, -1)
@@ -191,7 +211,8 @@ def make_loss(
     feature = layer.fuse(own, features)
     keys: list[Array] = []
     values: list[Array] = []
-    passes: list[dict[str, Array]] = []
+    learned: list[dict[str, Array]] = []
+    counts: list[Array] = []
     for s in range(steps):
       tokens, weights = pairs_of(batch, s)
       embeds = target.embed(theirs, tokens).astype(heads.dtype)
@@ -203,31 +224,42 @@ def make_loss(
       y = y.astype(made.residual.dtype)
       feature, state = layer.finish(own, made.residual, y)
       # Where the target said the same: its law is then made once for all.
-      found = {"feature": feature, "state": state, "weights": weights}
-      passes.append({k: earlier(x, s + 1) for k, x in found.items()})
-    piece = functools.partial(judge, own, theirs)
-    arrays = {"final": final, "passes": passes}
-    sums = losses.sum_chunks(piece, arrays, chunk)
-    return sums.pop("loss"), sums
+      found = {"state": state}
+      if version == 1:
+        found["feature"] = feature
+      learned.append({k: earlier(x, s + 1) for k, x in found.items()})
+      counts.append(earlier(weights, s + 1))
+    weights = jnp.stack(counts, -1)
+    return sum_pieces(
+      judge,
+      chunk,
+      learned=learned,
+      given={"final": final, "weights": weights},
+      frozen=frozen,
+      counted=(weights != 0).any(-1),
+      compact=compact,
+    )
 
-  def judge(own, theirs, x):
+  def judge(params, learned, given, frozen):
     """Compares every pass with the target's law, and its state, there."""
-    mine = config.words
-    logits = jax.lax.stop_gradient(target.unembed(theirs, x["final"]))
+    del params  # words are frozen
+    mine, words = config.words, frozen["words"]
+    logits = target.unembed(frozen["target"], given["final"])
     counted = jnp.ones(logits.shape[:-1])
     if mine.own_matrix:
-      ids = own["ids"] if mine.mapped else jnp.arange(mine.size)
+      ids = words["ids"] if mine.mapped else mine.size
       logits, counted = losses.keep_ids(logits, ids, counted)
+    law = losses.law(logits)
     total: dict[str, Array] = {}
-    for s, found in enumerate(x["passes"]):
-      weights = found["weights"]
-      guess = mine.logits(own, target, theirs, found["state"])
+    for s, found in enumerate(learned):
+      weights = given["weights"][..., s]
+      guess = mine.logits(words, target, frozen["target"], found["state"])
       value, alpha = losses.divergence(
-        "forward_kl", logits, guess, weights * counted
+        "forward_kl", law, guess, weights * counted
       )
       value = value.sum()
       if version == 1:
-        away = found["feature"].astype(jnp.float32) - x["final"]
+        away = found["feature"].astype(jnp.float32) - given["final"]
         away = jnp.where(weights[..., None] != 0, away, 0.0)
         size = jnp.abs(away)
         smooth = jnp.where(size < 1, 0.5 * away**2, size - 0.5).mean(-1)
@@ -237,9 +269,9 @@ def make_loss(
       if s:
         total[f"acceptance_{s + 1}"] = alpha.sum()
         continue
-      agree = logits.argmax(-1) == guess.argmax(-1)
+      agree = losses.agreement(logits, guess, weights * counted)
       total["acceptance"] = alpha.sum()
-      total["agreement"] = (agree * weights * counted).sum()
+      total["agreement"] = agree.sum()
       total["tokens"] = weights.sum()
     return total
 
@@ -304,19 +336,23 @@ def build(
     }
     heads_lib.save(folder, heads, params, with_words, saved, own, info)
 
+  looked_at = shown(target, heads)
   return Recipe(
     init=functools.partial(heads_lib.start, heads),
     loss=make_loss(
-      shown(target, heads),
+      looked_at,
       heads,
       steps=config.loss.steps,
       step_decay=config.loss.step_decay,
       law_weight=config.loss.law_weight,
       noise=config.loss.noise,
       chunk=config.loss.chunk,
+      compact=mesh is None,
       precision=precision_of(config),
     ),
     frozen={"target": frozen, "words": with_words},
+    target=looked_at,
+    taps=(*heads.config.taps, FINAL),
     shardings=functools.partial(heads_lib.shardings, heads, target, with_words),
     measure=measure if held_out else None,
     save=save,

@@ -27,7 +27,7 @@ from train.checkpoint import Checkpoints
 from train.checks import above, at_least
 from train.data import Batches
 from train.on_policy import OnPolicyBatches
-from train.recipe import FIELDS, Recipe
+from train.recipe import Recipe
 from train.report import Reporter
 
 __all__ = [
@@ -283,8 +283,7 @@ class _Device:
     """Starts a step; returns its metrics, not yet there."""
     A = self.accumulate
     parts: dict[str, Any] = {
-      name: batch[name].reshape(A, -1, *batch[name].shape[1:])
-      for name in FIELDS
+      name: x.reshape(A, -1, *x.shape[1:]) for name, x in batch.items()
     }
     if self._rows is not None:  # each process places its own rows
       parts = {

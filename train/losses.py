@@ -17,7 +17,6 @@ corollary 3.6, for `alpha = sum min(p, q) = 1 - TVD`.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +28,13 @@ __all__ = [
   "LOSSES",
   "Law",
   "acceptance",
+  "agreement",
   "cross_entropy",
   "divergence",
+  "is_likeliest",
   "keep_ids",
   "keep_top",
   "law",
-  "sum_chunks",
 ]
 
 # exp(-30) = 1e-13 is below float32's resolution of any law that sums to 1.
@@ -66,18 +66,26 @@ def law(logits: Array, temperature: float = 1.0) -> Law:
   """
   if temperature <= 0:
     raise ValueError(f"temperature must be above 0, got {temperature}")
+  logits, total, allowed = _with_total(logits, temperature)
+  # Within where: the gradient of a value that is never used must be finite.
+  log_probs = jnp.where(allowed, jnp.where(allowed, logits, 0.0) - total, 0.0)
+  probs = jnp.where(allowed, jnp.exp(log_probs), 0.0)
+  log_probs = jnp.where(allowed, log_probs, LOG_FLOOR)
+  return Law(probs, jnp.maximum(log_probs, LOG_FLOOR))
+
+
+def _with_total(logits: Array, temperature: float = 1.0):
+  """Returns logits, the logarithm of their weights' sum, and what is allowed.
+
+  A row of nothing but -inf has the sum 1.
+  """
   logits = logits.astype(jnp.float32) / temperature
-  allowed = logits != -jnp.inf  # NaN stays NaN: training must see it
-  safe = jnp.where(allowed, logits, 0.0)
-  low = jnp.where(allowed, logits, jnp.finfo(jnp.float32).min)
-  top = lax.stop_gradient(low.max(-1, keepdims=True))
-  some = allowed.any(-1, keepdims=True)
+  top = lax.stop_gradient(logits.max(-1, keepdims=True))
+  some = top != -jnp.inf  # NaN stays NaN: training must see it
   top = jnp.where(some, top, 0.0)
-  # Within where: exp of a value that is never used must not overflow.
-  weight = jnp.where(allowed, jnp.exp(jnp.where(allowed, safe - top, 0.0)), 0.0)
-  total = jnp.where(some, weight.sum(-1, keepdims=True), 1.0)
-  log_probs = jnp.where(allowed, safe - top - jnp.log(total), LOG_FLOOR)
-  return Law(weight / total, jnp.maximum(log_probs, LOG_FLOOR))
+  total = jnp.exp(logits - top).sum(-1, keepdims=True)
+  total = top + jnp.log(jnp.where(some, total, 1.0))
+  return logits, total, logits != -jnp.inf
 
 
 def acceptance(p: Array, q: Array) -> Array:
@@ -96,6 +104,24 @@ def acceptance(p: Array, q: Array) -> Array:
 def _forward_kl(p: Law, q: Law, beta: float) -> Array:
   """KL(p || q)."""
   return (p.probs * (p.log_probs - q.log_probs)).sum(-1)
+
+
+def _forward_kl_of_logits(
+  p: Law, draft: Array, temperature: float
+) -> tuple[Array, Array]:
+  """Returns KL(p || q) and the acceptance, from the draft's logits.
+
+  Sums over the logits themselves: a quarter of the time of what goes through
+  log-probabilities.
+  """
+  logits, total, allowed = _with_total(draft, temperature)
+  safe = jnp.where(allowed, logits, 0.0)
+  inside = jnp.where(allowed, p.probs, 0.0).sum(-1)
+  outside = p.probs.sum(-1) - inside
+  value = (p.probs * p.log_probs).sum(-1) - (p.probs * safe).sum(-1)
+  value = value + inside * total[..., 0] - outside * LOG_FLOOR
+  q = jnp.exp(lax.stop_gradient(logits - total))
+  return value, acceptance(p.probs, q)
 
 
 def _reverse_kl(p: Law, q: Law, beta: float) -> Array:
@@ -130,7 +156,7 @@ LOSSES: dict[str, Callable[[Law, Law, float], Array]] = {
 
 def divergence(
   name: str,
-  target: Array,
+  target: Array | Law,
   draft: Array,
   weights: Array,
   *,
@@ -142,14 +168,15 @@ def divergence(
 
   Args:
     name: a key of `LOSSES`.
-    target: `[..., V]` logits of the target; no gradient flows into them.
+    target: `[..., V]` logits of the target, or their law if several drafts are
+      compared with it; no gradient flows into it.
     draft: `[..., V]` logits of the draft.
     weights: `[...]`, 0 = this position does not count.
     temperature: of both laws.
     beta: of JSD, in (0, 1). JSD / beta tends to the forward KL as beta tends
       to 0, JSD / (1 - beta) to the reverse KL as beta tends to 1.
     top_k: the loss sees only so many tokens of the target's law, renormalised;
-      0 = all. The acceptance sees all.
+      0 = all. The acceptance sees all. Needs the target's logits.
 
   Returns:
     `[...]` weighted losses, and `[...]` weighted acceptances; exactly 0 where
@@ -162,14 +189,39 @@ def divergence(
     raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
   if not 0 < beta < 1:
     raise ValueError(f"beta must be in (0, 1), got {beta}")
-  target, draft = (_where_counted(x, weights) for x in (target, draft))
-  target = lax.stop_gradient(target)
+  draft = _where_counted(draft, weights)
+  if isinstance(target, Law):
+    if top_k:
+      raise ValueError("top_k needs the target's logits, not its law")
+    p = Law(*(_where_counted(x, weights) for x in target))
+  else:
+    target = _where_counted(target, weights)
+    p = law(target, temperature)
+  p = lax.stop_gradient(p)
+  if name == "forward_kl" and not top_k:
+    value, alpha = _forward_kl_of_logits(p, draft, temperature)
+    return value * weights, alpha * weights
   q = law(draft, temperature)
-  p = law(target, temperature)
   alpha = acceptance(p.probs, lax.stop_gradient(q.probs))
   if top_k:
-    p = law(keep_top(target, top_k), temperature)
+    p = lax.stop_gradient(law(keep_top(target, top_k), temperature))
   return LOSSES[name](p, q, beta) * weights, alpha * weights
+
+
+def agreement(target: Array, draft: Array, weights: Array) -> Array:
+  """Returns `[...]`, whether both likeliest tokens are one, weighted.
+
+  Of several likeliest tokens any counts.
+
+  Args:
+    target: `[..., V]` logits.
+    draft: `[..., V]` logits.
+    weights: `[...]`.
+  """
+  # By maxima: argmax takes XLA on CPU as long as everything else here.
+  best = target == target.max(-1, keepdims=True)
+  theirs = jnp.where(best, draft, -jnp.inf).max(-1)
+  return (theirs == draft.max(-1)) * weights
 
 
 def cross_entropy(draft: Array, labels: Array, weights: Array) -> Array:
@@ -182,9 +234,26 @@ def cross_entropy(draft: Array, labels: Array, weights: Array) -> Array:
   """
   V = draft.shape[-1]
   weights = jnp.where((labels >= 0) & (labels < V), weights, 0.0)
-  q = law(_where_counted(draft, weights))
+  logits, total, _ = _with_total(_where_counted(draft, weights))
   at = jnp.clip(labels, 0, V - 1)[..., None]
-  return -jnp.take_along_axis(q.log_probs, at, -1)[..., 0] * weights
+  found = jnp.take_along_axis(logits, at, -1)[..., 0]
+  allowed = found != -jnp.inf
+  found = jnp.where(allowed, found, 0.0) - total[..., 0]
+  found = jnp.maximum(jnp.where(allowed, found, LOG_FLOOR), LOG_FLOOR)
+  return -found * weights
+
+
+def is_likeliest(logits: Array, labels: Array) -> Array:
+  """Returns `[...]` bool, whether a label is the likeliest token, or one of it.
+
+  Args:
+    logits: `[..., V]`.
+    labels: `[...]` int32; not in `[0, V)`: False.
+  """
+  V = logits.shape[-1]
+  at = jnp.clip(labels, 0, V - 1)[..., None]
+  found = jnp.take_along_axis(logits, at, -1)[..., 0]
+  return (found == logits.max(-1)) & (labels >= 0) & (labels < V)
 
 
 def _where_counted(logits: Array, weights: Array) -> Array:
@@ -204,7 +273,7 @@ def keep_top(logits: Array, k: int) -> Array:
 
 
 def keep_ids(
-  logits: Array, ids: np.ndarray | Array, weights: Array
+  logits: Array, ids: int | np.ndarray | Array, weights: Array
 ) -> tuple[Array, Array]:
   """Takes the target's logits to a draft's own, smaller vocabulary.
 
@@ -213,7 +282,7 @@ def keep_ids(
 
   Args:
     logits: `[..., V]` of the target.
-    ids: `[v]` int, the target's id of each id of the draft.
+    ids: `[v]` int, the target's id of each id of the draft; or `v`, its first.
     weights: `[...]`.
 
   Returns:
@@ -221,47 +290,6 @@ def keep_ids(
 
   Reference: Li et al. 2025 (EAGLE-3), the draft vocabulary.
   """
-  kept = logits[..., ids]
+  kept = logits[..., :ids] if isinstance(ids, int) else logits[..., ids]
   inside = kept.max(-1) >= logits.max(-1)
   return kept, jnp.where(inside, weights, 0.0)
-
-
-def sum_chunks(function: Callable, arrays, size: int):
-  """Sums a function over pieces of the second axis, in the room of one piece.
-
-  `[B, T, V]` logits do not fit at real sizes; `function` makes those of a
-  piece and they are made again in the backward pass.
-
-  Args:
-    function: takes a pytree like `arrays` with `size` instead of `T` positions
-      and returns a pytree of sums.
-    arrays: pytree of `[B, T, ...]`.
-    size: positions a piece, divides `T`; 0 = everything at once.
-
-  Returns:
-    What `function` returns, added up.
-
-  Raises:
-    ValueError: if `size` does not divide `T`.
-  """
-  T = jax.tree.leaves(arrays)[0].shape[1]
-  if size <= 0 or size == T:
-    return function(arrays)
-  if T % size:
-    raise ValueError(f"pieces of {size} positions do not divide {T}")
-  pieces = jax.tree.map(
-    lambda x: jnp.moveaxis(
-      x.reshape(x.shape[0], T // size, size, *x.shape[2:]), 1, 0
-    ),
-    arrays,
-  )
-  first = jax.tree.map(lambda x: x[0], pieces)
-  zero = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first)
-  )
-
-  def body(total, piece):
-    found = jax.checkpoint(function)(piece)
-    return jax.tree.map(jnp.add, total, found), None
-
-  return lax.scan(body, zero, pieces)[0]

@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from experiments import launch, prompts as prompt_files, results
 from experiments.launch import UserError
 from spec_jax import trained
-from train import data, loop, on_policy, recipe as recipes
+from train import data, features, loop, on_policy, recipe as recipes
 from train.checkpoint import Checkpoints, RunFolder
 from train.checks import at_least
 from train.report import Reporter
@@ -137,6 +137,9 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
   loaded = opened.read()
   with launch.user_errors():
     recipe = recipe_file.build(config, loaded, mesh, held_out, learn)
+  if config.data.features:
+    _keep_states(config, loaded, recipe, rows, fixed, drafted, folder)
+  with launch.user_errors():
     batches = on_policy.mix(config, fixed, drafted, learn, recipe, folder.path)
   tokens = sum(float(row["weights"].sum()) for row in rows)
   print(
@@ -174,6 +177,28 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
     words = ", ".join(f"{k} {v:.4g}" for k, v in best.items())
     print(f"best: {words}; {folder.path / 'best'}")
   return 0
+
+
+def _keep_states(config, loaded, recipe, rows, fixed, drafted, folder):
+  """Lets batches bring the target's states from disk."""
+  if drafted or recipe.target is None:
+    raise UserError(
+      "data.features keeps the target's states of data that stays: not with "
+      f"on_policy.part or recipe {config.recipe!r}"
+    )
+  dtype = loaded.params["final_norm"].dtype.name
+  how = {"dtype": dtype, "precision": config.execution.matmul_precision}
+  fixed.bring(
+    features.FIELD,
+    features.keep(
+      config.data.features,
+      recipe.target,
+      recipe.taps,
+      loaded.params,
+      rows,
+      {**folder.identity["target"], **how},
+    ),
+  )
 
 
 if __name__ == "__main__":

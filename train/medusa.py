@@ -26,10 +26,11 @@ from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.sampling import largest
 from spec_jax.trained_draft import BuiltDraft
-from train import data, heads as heads_lib, losses
+from train import data, features, heads as heads_lib, losses
 from train.checks import at_least, chunk_and_file
 from train.heads import later, weights_later, words_of
 from train.measure import HeldOut, cast, no_remat, precision_of
+from train.pieces import sum_pieces
 from train.recipe import Recipe
 from train.records import Example, example_of
 from train.words import check_words, choose_words
@@ -83,7 +84,14 @@ def shifted(batch: dict[str, Array], k: int) -> tuple[Array, Array]:
   return later(batch["labels"], k), weights_later(batch, k)
 
 
-def make_loss(target: Model, heads: Heads, *, decay: float, chunk: int = 0):
+def make_loss(
+  target: Model,
+  heads: Heads,
+  *,
+  decay: float,
+  chunk: int = 0,
+  compact: bool = False,
+):
   """Makes the recipe's loss, see `Recipe.loss`.
 
   Args:
@@ -91,34 +99,31 @@ def make_loss(target: Model, heads: Heads, *, decay: float, chunk: int = 0):
     heads: what is trained.
     decay: `lambda`; the paper takes .8.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+    compact: see `sum_pieces`.
   """
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
-    own = {**frozen["words"], **cast(params, heads.dtype)}
-    hidden = read(target, frozen["target"], batch)
-    arrays = {
-      "hidden": jax.lax.stop_gradient(hidden),
-      **told(heads, own, batch),
-    }
-    piece = functools.partial(
-      judge, target, heads, own, frozen["target"], decay
+    own = cast(params, heads.dtype)
+    known = told(heads, frozen["words"], batch)
+    hidden = features.of_batch(target, frozen["target"], batch)
+    return sum_pieces(
+      judge_piece,
+      chunk,
+      params=own,
+      learned={},
+      given={"hidden": hidden[:, :, 0], **known},
+      frozen=frozen,
+      counted=(known["weights"] != 0).any(-1),
+      compact=compact,
     )
-    sums = losses.sum_chunks(piece, arrays, chunk)
-    return sums.pop("loss"), sums
+
+  def judge_piece(params, learned, given, frozen):
+    del learned  # all that is learned stands in `params`
+    own = {**frozen["words"], **params}
+    return judge(target, heads, own, frozen["target"], decay, given)
 
   return loss
-
-
-def read(target: Model, params: PyTree, batch: dict[str, Array]) -> Array:
-  """Returns `[B, T, D]`, the target's final states over a batch."""
-  return target.apply(
-    params,
-    batch["tokens"],
-    positions_BT=batch["positions"],
-    segment_ids=batch["segment_ids"],
-    logits_at=jnp.zeros((batch["tokens"].shape[0], 0), jnp.int32),
-  ).hidden[:, :, 0]
 
 
 def told(
@@ -155,7 +160,7 @@ def judge(
   states = heads.apply(own, x["hidden"])
   logits = medusa.logits_of(heads, own, target, target_params, states)
   value = losses.cross_entropy(logits, x["labels"], x["weights"])
-  right = (logits.argmax(-1) == x["labels"]) * x["weights"]
+  right = losses.is_likeliest(logits, x["labels"]) * x["weights"]
   scale = decay ** jnp.arange(1, K + 1)[None, None]
   return {
     "loss": (value * scale).sum(),
@@ -211,7 +216,9 @@ def _hits(target: Model, heads: Heads):
 
   @jax.jit
   def hits(params, target_params, batch):
-    states = heads.apply(params, read(target, target_params, batch))
+    states = heads.apply(
+      params, features.read(target, target_params, batch)[:, :, 0]
+    )
     known = _known(params, heads.config.words)
     right, total = [], []
     for k in range(1, K + 1):
@@ -361,9 +368,14 @@ def build(
   return Recipe(
     init=functools.partial(heads_lib.start, heads),
     loss=make_loss(
-      target, heads, decay=config.loss.head_decay, chunk=config.loss.chunk
+      target,
+      heads,
+      decay=config.loss.head_decay,
+      chunk=config.loss.chunk,
+      compact=mesh is None,
     ),
     frozen={"target": frozen, "words": with_words},
+    target=target,
     shardings=functools.partial(heads_lib.shardings, heads, target, with_words),
     measure=kept.measure if held_out else None,
     save=kept.save,

@@ -22,7 +22,6 @@ import shutil
 import tempfile
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from spec_jax import hub, hub_write, trained, trained_draft
@@ -30,11 +29,12 @@ from spec_jax.base import Model
 from spec_jax.heads import Heads
 from spec_jax.hub import Loaded
 from spec_jax.models import decoder
-from train import heads as heads_lib, losses, medusa as medusa_1
+from train import features, heads as heads_lib, losses, medusa as medusa_1
 from train.checks import above, at_least
 from train.distill import unstack_layers
 from train.heads import words_of
 from train.measure import HeldOut, cast, precision_of
+from train.pieces import sum_pieces
 from train.recipe import Recipe
 from train.records import Example
 
@@ -71,6 +71,7 @@ def make_loss(
   token_weight: float,
   heads_weight: float,
   chunk: int = 0,
+  compact: bool = False,
 ):
   """Makes the recipe's loss, see `Recipe.loss` and this file's page.
 
@@ -82,46 +83,53 @@ def make_loss(
     token_weight: of the data's next token.
     heads_weight: of the heads' loss; the paper's lambda_0.
     chunk: positions whose logits exist at a time, a divisor of `T`; 0 = all.
+    compact: see `sum_pieces`.
   """
 
   def loss(params, frozen, batch, key):
     del key  # nothing is drawn
     before = frozen["target"]
     now = {**before, **cast(params["target"], heads.dtype)}
-    own = {
-      **frozen["words"],
-      "heads": cast(params["heads"], heads.dtype),
-    }
-    teacher = jax.lax.stop_gradient(medusa_1.read(target, before, batch))
-    next_ = {"labels": batch["labels"], "weights": batch["weights"]}
-    arrays = {
-      "heads": {
-        "hidden": medusa_1.read(target, now, batch),
-        **medusa_1.told(heads, own, batch),
+    teacher = features.of_batch(target, before, batch)[:, :, 0]
+    hidden = features.read(target, now, batch)[:, :, 0]
+    known = medusa_1.told(heads, frozen["words"], batch)
+    weights = batch["weights"]
+    return sum_pieces(
+      judge,
+      chunk,
+      params={"heads": cast(params["heads"], heads.dtype)},
+      learned={"hidden": hidden},
+      given={
+        "heads": known,
+        "teacher": teacher,
+        "labels": batch["labels"],
+        "weights": weights,
       },
-      "teacher": teacher,
-      "next": next_,
+      frozen=frozen,
+      counted=(weights != 0) | (known["weights"] != 0).any(-1),
+      compact=compact,
+    )
+
+  def judge(params, learned, given, frozen):
+    # Embedding and output matrix are the target's before and now.
+    before, own = frozen["target"], {**frozen["words"], **params}
+    hidden, weights = learned["hidden"], given["weights"]
+    found = medusa_1.judge(
+      target, heads, own, before, decay, {"hidden": hidden, **given["heads"]}
+    )
+    wanted = target.unembed(before, given["teacher"])
+    mine = target.unembed(before, hidden)
+    law, alpha = losses.divergence("forward_kl", wanted, mine, weights)
+    token = losses.cross_entropy(mine, given["labels"], weights)
+    total = law_weight * law.sum() + token_weight * token.sum()
+    return {
+      **found,
+      "heads_loss": found["loss"],
+      "loss": total + heads_weight * found["loss"],
+      "law_loss": law.sum(),
+      "same_law": alpha.sum(),
+      "tokens": weights.sum(),
     }
-
-    def piece(x):
-      found = medusa_1.judge(target, heads, own, now, decay, x["heads"])
-      labels, weights = x["next"]["labels"], x["next"]["weights"]
-      wanted = target.unembed(before, x["teacher"])
-      mine = target.unembed(now, x["heads"]["hidden"])
-      law, alpha = losses.divergence("forward_kl", wanted, mine, weights)
-      token = losses.cross_entropy(mine, labels, weights)
-      total = law_weight * law.sum() + token_weight * token.sum()
-      return {
-        **found,
-        "heads_loss": found["loss"],
-        "loss": total + heads_weight * found["loss"],
-        "law_loss": law.sum(),
-        "same_law": alpha.sum(),
-        "tokens": weights.sum(),
-      }
-
-    sums = losses.sum_chunks(piece, arrays, chunk)
-    return sums.pop("loss"), sums
 
   return loss
 
@@ -230,8 +238,10 @@ def build(
       token_weight=joint.token_weight,
       heads_weight=joint.heads_weight,
       chunk=config.loss.chunk,
+      compact=mesh is None,
     ),
     frozen={"target": frozen, "words": with_words},
+    target=target,
     shardings=shardings,
     measure=measure if held_out else None,
     save=save,

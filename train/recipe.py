@@ -5,9 +5,10 @@ import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spec_jax.base import PyTree
+from spec_jax.base import Model, PyTree
+from spec_jax.models.decoder import FINAL
 
-# The fields of a batch, see `data.pack`.
+# The fields of a batch, see `data.pack`; `features.FIELD` may be another.
 FIELDS = ("tokens", "labels", "segment_ids", "positions", "weights")
 
 
@@ -30,6 +31,9 @@ class Recipe(NamedTuple):
     save: `save(params, folder, info)` writes what decoding can load.
     sample: `sample(params, prompts, seed) -> ids` of the draft's own answers to
       prompts given as ids; None = it cannot write alone.
+    target: the target, which shows the states that `loss` reads; None = they
+      cannot be kept on disk.
+    taps: the layers it shows, see `decoder`.
     rates: `rates(step) -> prefix of params`, what each part's learning rate is
       multiplied with; None = all learn alike.
   """
@@ -41,6 +45,8 @@ class Recipe(NamedTuple):
   measure: Callable[[PyTree], dict[str, float]] | None
   save: Callable[[PyTree, Path, dict[str, Any]], None]
   sample: Callable[[PyTree, Any, int], list[list[int]]] | None = None
+  target: Model | None = None
+  taps: tuple[int, ...] = (FINAL,)
   rates: Callable[[Any], PyTree] | None = None
 
 

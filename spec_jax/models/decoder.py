@@ -159,7 +159,7 @@ def _build(
   precision: str | None,
 ) -> Model:
   c = config
-  G, E = c.num_kv_heads, c.head_dim
+  E = c.head_dim
   scale = E**-0.5 if c.attention_scale is None else c.attention_scale
   act = common.ACTIVATIONS[c.activation]
   offset = 1.0 if c.norm == "rms_plus_one" else 0.0
@@ -190,17 +190,14 @@ def _build(
       turn = kernels.rotate if packed else rotate
       q, k = turn(q, angles), turn(k, angles)
     if kv_block is None:
-      # One masked slot: training then runs the code that decoding runs.
-      nothing = jnp.zeros((B, G, 1, E), k.dtype)
-      old_k, old_v = nothing, nothing
+      y = cache_lib.attend_alone(q, k, v, masks[1], scale=scale)
     else:
-      old_k, old_v = kv_cache
       k = cache_lib.write_nodes(kv_block[0], k, start)
       v = cache_lib.write_nodes(kv_block[1], v, start)
-    if kv_block is not None and packed:
-      y = kernels.attend(q, old_k, old_v, k, v, *masks[1:], scale=scale)
-    else:
-      y = cache_lib.attend(q, old_k, old_v, k, v, *masks[:2], scale=scale)
+      if packed:
+        y = kernels.attend(q, *kv_cache, k, v, *masks[1:], scale=scale)
+      else:
+        y = cache_lib.attend(q, *kv_cache, k, v, *masks[:2], scale=scale)
     y = common.linear(y, w["wo"], w.get("bo"))
     x = x_BTD + (norm(w, "attn_post_norm", y) if c.post_norms else y)
     y = norm(w, "ffn_norm", x)
