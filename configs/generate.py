@@ -35,11 +35,14 @@ def get_config() -> ConfigDict:
   config.system = ""
 
   config.drafter = ConfigDict()
-  # A file of spec_jax/drafters.
-  config.drafter.name = "prompt_lookup"
+  # A file of spec_jax/drafters, or auto: prompt_lookup, merged with the learned
+  # head that comes with this package if one does for the model; with an option
+  # set, prompt_lookup.
+  config.drafter.name = "auto"
   # Of drafters that ask a draft model: a model's name, "target", a number of
   # the target's first layers, layers like "0-5,24-29", "@FILE" of
-  # experiments.search_layers, or the folder of a trained draft.
+  # experiments.search_layers, or the folder of a trained draft. "" = the one
+  # that comes with this package, if one does for the model and the drafter.
   config.drafter.draft = ""
   # Options of the drafters, see their files; None = the drafter's own default.
   for option, kind in drafters.option_types().items():

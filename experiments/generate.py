@@ -22,7 +22,13 @@ import ml_collections
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from experiments import launch, prompts as prompt_files, results, show
+from experiments import (
+  draft as draft_lib,
+  launch,
+  prompts as prompt_files,
+  results,
+  show,
+)
 from experiments.launch import UserError
 from spec_jax import hub, kernels, metrics, stops
 from spec_jax.generate import Work, make_engine, plan, run
@@ -287,20 +293,20 @@ def main() -> int | None:
   """Runs the command."""
   config: ml_collections.ConfigDict = _CONFIG.value
   settings = launch.settings_of(config.sampling)
-  options = launch.drafter_options(config.drafter)
+  options = draft_lib.drafter_options(config.drafter)
   _check_flags(config)
   texts: Sequence[Any] = prompt_files.read(_PROMPT.value, _PROMPTS.value)
   resolved = launch.plain_dict(config)
   if _DRY_RUN.value:
     print(show.yaml(resolved))
-    print(show.yaml({"drafter_options": launch.effective(config, options)}))
+    print(show.yaml({"drafter_options": draft_lib.effective(config, options)}))
     print(f"# {len(texts)} prompts")
     return 0
   mesh = launch.mesh_of(config.mesh)
   if _CHAT.value:
-    return _chat(config, options, settings, mesh)
+    return _chat(config, settings, mesh)
   if not _OUT.value:
-    return _generate(config, options, settings, mesh, texts, None)
+    return _generate(config, settings, mesh, texts, None)
   identity = {
     "config": resolved,
     "prompts": texts,
@@ -308,26 +314,28 @@ def main() -> int | None:
     "trace": _TRACE.value,
   }
   with contextlib.closing(results.ResultFile(_OUT.value, identity)) as out:
-    return _generate(config, options, settings, mesh, texts, out)
+    return _generate(config, settings, mesh, texts, out)
 
 
-def _chat(config, options, settings: Settings, mesh) -> int:
+def _chat(config, settings: Settings, mesh) -> int:
   from experiments import chat
 
   opened = launch.inspect(config.model, config)
-  draft = launch.inspect_draft(config, opened)
-  launch.check_sizes(opened, draft, config, options)
+  options = draft_lib.choose_drafter(config, opened)
+  draft = draft_lib.inspect_draft(config, opened)
+  draft_lib.check_sizes(opened, draft, config, options)
   chat.check(opened.loaded, config, settings)
-  target, read = opened.read(), launch.read_draft(draft)
+  target, read = opened.read(), draft_lib.read_draft(draft)
   with launch.user_errors():
     return chat.converse(target, read, config, options, settings, mesh)
 
 
-def _generate(config, options, settings: Settings, mesh, texts, out) -> int:
+def _generate(config, settings: Settings, mesh, texts, out) -> int:
   begin = time.perf_counter()
   opened = launch.inspect(config.model, config)
-  draft = launch.inspect_draft(config, opened)
-  launch.check_sizes(opened, draft, config, options)
+  options = draft_lib.choose_drafter(config, opened)
+  draft = draft_lib.inspect_draft(config, opened)
+  draft_lib.check_sizes(opened, draft, config, options)
   with launch.user_errors():
     prompts = prompt_files.with_template(
       opened.loaded.tokenizer, texts, config.chat_template, config.system
@@ -337,7 +345,7 @@ def _generate(config, options, settings: Settings, mesh, texts, out) -> int:
     launch.rows_of(config, _wanted_rows(work), mesh)
     if work.stop_strings:  # that they are not too many
       stops.build_automaton(work.stop_strings, work.token_bytes or ())
-  target, read = opened.read(), launch.read_draft(draft)
+  target, read = opened.read(), draft_lib.read_draft(draft)
   with launch.user_errors():
     runner = Runner(target, read, config, options, mesh, work)
   load_s = time.perf_counter() - begin
@@ -379,7 +387,7 @@ def _manifest(config, options, runner, draft, num_prompts) -> dict[str, Any]:
   return {
     "command": "experiments.generate",
     "config": launch.plain_dict(config),
-    "drafter_options": launch.effective(config, options),
+    "drafter_options": draft_lib.effective(config, options),
     "engine": {name: static[name] for name in sizes},
     "cpu_kernel": kernels.is_packed(runner.target.params),
     "dtype": str(jax.tree.leaves(runner.target.params)[0].dtype),

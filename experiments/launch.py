@@ -13,30 +13,13 @@ from ml_collections import ConfigDict
 
 from spec_jax import (
   builtin,
-  drafters,
   hub,
   length,
-  programs,
   sharding,
   verifiers,
 )
-from spec_jax.architecture import check_layers
-from spec_jax.costs import check_costs
-from spec_jax.drafting import check_fit
 from spec_jax.options import check_known
-from spec_jax.pairing import (
-  check_same_vocabulary,
-  names_layers_file,
-  open_folder,
-  parse_draft,
-  read_layers,
-  vocabulary_map_of,
-)
 from spec_jax.settings import Settings
-from spec_jax.trained_draft import TrainedDraft
-
-# A draft that a configuration names, its weights not yet read.
-Draft = hub.Inspected | TrainedDraft | str | int | tuple[int, ...] | None
 
 _DEVICE_FILES = (
   "/dev/accel0",
@@ -159,7 +142,7 @@ def settings_of(sampling: ConfigDict) -> Settings:
   return settings
 
 
-def _set_options(config: ConfigDict, leave_out, kind: str, options) -> dict:
+def set_options(config: ConfigDict, leave_out, kind: str, options) -> dict:
   """Returns the options of a part that are set, checked by name.
 
   Args:
@@ -181,19 +164,6 @@ def _set_options(config: ConfigDict, leave_out, kind: str, options) -> dict:
   return chosen
 
 
-def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
-  """Returns the options that are set, checked against the drafter's.
-
-  Raises:
-    UserError: for an unknown drafter, or an option it does not have.
-  """
-  chosen = _set_options(drafter, ("name", "draft"), "drafter", drafters.options)
-  for key in ("tree", "parents"):
-    if key in chosen and not all(type(i) is int for i in chosen[key]):
-      raise UserError(f"{key} holds integers, got {chosen[key]}")
-  return chosen
-
-
 def policy_arguments(config: ConfigDict) -> dict[str, Any]:
   """Returns verifier, length policy and its options that are set.
 
@@ -201,7 +171,7 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
     UserError: for an unknown policy, or an option it does not have.
   """
   policy = config.policy
-  chosen = _set_options(
+  chosen = set_options(
     policy, ("name", "costs"), "length policy", length.options
   )
   try:
@@ -210,9 +180,7 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
     raise UserError(
       f"policy.costs holds seconds, got {policy.costs}"
     ) from error
-  judge = _set_options(
-    config.verifier, ("name",), "verifier", verifiers.options
-  )
+  judge = set_options(config.verifier, ("name",), "verifier", verifiers.options)
   return {
     "verifier": config.verifier.name,
     "verifier_options": judge,
@@ -220,11 +188,6 @@ def policy_arguments(config: ConfigDict) -> dict[str, Any]:
     "policy_options": chosen,
     "costs": costs,
   }
-
-
-def effective(config: ConfigDict, options: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns all options of the drafter, its defaults filled in."""
-  return plain_dict({**drafters.options(config.drafter.name), **options})
 
 
 def mesh_of(text: str):
@@ -266,139 +229,6 @@ def inspect(name: str, config: ConfigDict) -> hub.Inspected:
     )
 
 
-def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:
-  """Returns the draft that a configuration names, not yet read.
-
-  Raises:
-    UserError: if it is missing, superfluous, or its vocabulary differs.
-  """
-  name, draft = config.drafter.name, str(config.drafter.draft)
-  with user_errors():
-    takes_draft = drafters.takes_draft(name, drafter_options(config.drafter))
-  if not takes_draft:
-    if draft:
-      raise UserError(f"drafter {name!r} takes no draft model, got {draft!r}")
-    return None
-  with user_errors():
-    kind = drafters.takes_heads(name, drafter_options(config.drafter))
-  if kind:
-    return _inspect_heads(name, kind, draft, target)
-  if not draft:
-    raise UserError(
-      f"drafter {name!r} needs --config.drafter.draft: a model's name, "
-      "'target', a number of the target's layers, layers like 0-5,24-29, or "
-      "@FILE of a search or the folder of a trained draft"
-    )
-  if names_layers_file(draft):
-    with user_errors():
-      return read_layers(draft, target.loaded)
-  with user_errors():
-    parsed = parse_draft(draft)
-  if parsed == "target":
-    return parsed
-  if not isinstance(parsed, str):
-    with user_errors():
-      check_layers(target.loaded.model.config, parsed)
-    return parsed
-  found = open_folder(draft, target.loaded)
-  if found is not None:
-    return found
-  opened = inspect(draft, config)
-  if not drafters.takes_vocabulary_map(name):
-    with user_errors():
-      check_same_vocabulary(target.loaded.tokenizer, opened.loaded.tokenizer)
-  return opened
-
-
-def _inspect_heads(
-  name: str, kind: str, draft: str, target: hub.Inspected
-) -> Draft:
-  """Returns the heads of a drafter, from a folder or the hub.
-
-  Raises:
-    UserError: if there are none.
-  """
-  if not draft:
-    raise UserError(
-      f"drafter {name!r} needs --config.drafter.draft: the folder of trained "
-      f"{kind} heads, or their name on the hub"
-    )
-  folder = draft
-  on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", draft)
-  if on_hub and not Path(draft).expanduser().exists():
-    folder = str(hub.snapshot(draft))
-  found = open_folder(folder, target.loaded)
-  if found is None:
-    raise UserError(
-      f"{draft} holds no {kind} heads (a card of a training, or config.json "
-      "and safetensors; .bin and .pt files must be saved as safetensors)"
-    )
-  return found
-
-
-def check_sizes(
-  target: hub.Inspected,
-  draft: Draft,
-  config: ConfigDict,
-  options: Mapping[str, Any],
-) -> None:
-  """Checks the engine's sizes and the drafter's options; reads no weight.
-
-  Raises:
-    UserError: naming what is out of range.
-  """
-  engine, model = config.engine, target.loaded.model
-  draft_model = vocabulary_map = None
-  if draft is not None:
-    # The options do not depend on which layers of the target draft.
-    if isinstance(draft, TrainedDraft):
-      draft_model = draft.model
-    else:
-      opened = draft if isinstance(draft, hub.Inspected) else target
-      draft_model = opened.loaded.model
-  context = model.config.max_length
-  if engine.slots > context:
-    raise UserError(f"{engine.slots} slots; the model's context is {context}")
-  chosen = policy_arguments(config)
-  with user_errors():
-    programs.EngineConfig(
-      batch_size=engine.batch_size or 1,
-      slots=engine.slots or context,
-      chunk=engine.chunk,
-      refill_rows=engine.refill_rows,
-      drafter=config.drafter.name,
-      verifier=config.verifier.name,
-      policy=config.policy.name,
-      policy_options=tuple(chosen["policy_options"].items()),
-    ).resolved()
-    if drafters.takes_vocabulary_map(config.drafter.name):
-      words = getattr(draft, "loaded", draft)
-      vocabulary_map = vocabulary_map_of(target.loaded, words)
-    drafter = drafters.build(
-      config.drafter.name,
-      model,
-      draft_model,
-      slots=engine.slots or context,
-      vocabulary_map=vocabulary_map,
-      **options,
-    )
-    check_fit(
-      config.drafter.name,
-      drafter,
-      sampled=config.sampling.temperature > 0,
-      vocabulary=target.loaded.hashes.get("tokenizer"),
-    )
-    if drafter.depth:
-      options = chosen["policy_options"]
-      policy = length.build(config.policy.name, drafter.depth, **options)
-      length.check(policy, drafter)
-      verifiers.build(
-        config.verifier.name, drafter, **chosen["verifier_options"]
-      )
-      if chosen["costs"] is not None and policy.needs_costs:
-        check_costs(chosen["costs"], drafter)
-
-
 def rows_of(config: ConfigDict, wanted: int, mesh) -> int:
   """Returns the rows of a batch: those asked for, or as many as are wanted.
 
@@ -412,11 +242,6 @@ def rows_of(config: ConfigDict, wanted: int, mesh) -> int:
       f"batch_size {rows} is not a multiple of the mesh's {data} row devices"
     )
   return rows or -(-wanted // data) * data
-
-
-def read_draft(draft: Draft):
-  """Reads the draft's weights if it is another model."""
-  return draft.read() if isinstance(draft, hub.Inspected) else draft
 
 
 def plain_dict(config: Mapping) -> dict[str, Any]:

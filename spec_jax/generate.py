@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax import drafters, metrics, stops, text
+from spec_jax import drafters, metrics, shipped, stops, text
 from spec_jax.base import SpecState, Tree
 from spec_jax.drafting import check_fit
 from spec_jax.engine import Engine, Finished
@@ -110,11 +110,13 @@ def make_engine(
   Args:
     loaded: the target.
     work: from `plan`.
-    drafter: a name from `drafters.names()`.
+    drafter: a name from `drafters.names()`; or "auto", the best that needs no
+      more files: with the built-in model a learned one.
     draft: the draft model: another loaded model, "target" for the target
       itself, a number of the target's first layers, a list of layers, "@FILE"
       for those that `experiments.search_layers` found, the folder of a trained
-      draft, or a `BuiltDraft`.
+      draft, or a `BuiltDraft`. None = the one that comes with this package, if
+      one does for this target and drafter.
     options: the drafter's options.
     verifier: how drafts are judged, a key of `verifiers.VERIFIERS`.
     verifier_options: the verifier's options.
@@ -143,6 +145,15 @@ def make_engine(
   data = 1 if mesh is None else mesh.shape["data"]
   if not batch_size:
     batch_size = -(-min(_BATCH, max(1, len(jobs))) // data) * data
+  if drafter == shipped.AUTO:
+    if options or draft is not None:
+      raise ValueError(
+        "drafter 'auto' chooses its draft and options itself: name a drafter "
+        "to set them"
+      )
+    drafter, options, draft = shipped.choose(loaded)
+  elif draft is None:
+    draft = shipped.draft_for(loaded, drafter, options)
   if draft is not None and drafter in drafters.names():
     if not drafters.takes_draft(drafter, options):
       raise ValueError(f"drafter {drafter!r} takes no draft model")

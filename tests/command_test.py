@@ -282,7 +282,8 @@ def test_nothing_written_is_lost(command, tmp_path):
 
 def test_dry_run_prints_the_resolved_configuration(command, unread):
   """Every field, overrides in place, and the drafter's own defaults."""
-  ran = command("--dry_run", "--config.sampling.top_p=0.5", "--prompt=a")
+  name = "--config.drafter.name=prompt_lookup"
+  ran = command("--dry_run", name, "--config.sampling.top_p=0.5", "--prompt=a")
   assert (ran.code, ran.err) == (0, "")
   assert "  top_p: 0.5\n" in ran.out and "\nseed: 0\n" in ran.out
   # The default of `prompt_lookup`, as its docstring in the README says.

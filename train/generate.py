@@ -17,7 +17,12 @@ from absl import flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from experiments import launch, prompts as prompt_files, results
+from experiments import (
+  draft as draft_lib,
+  launch,
+  prompts as prompt_files,
+  results,
+)
 from experiments.launch import UserError
 from spec_jax import hub, stops
 from spec_jax.generate import Work, make_engine, plan, read_shared, run
@@ -45,14 +50,15 @@ def main() -> int | None:
   if not _PROMPTS.value or not _OUT.value:
     raise UserError("--prompts and --out are needed")
   settings = launch.settings_of(config.sampling)
-  options = launch.drafter_options(config.drafter)
+  draft_lib.drafter_options(config.drafter)  # that they fit, before all else
   texts = prompt_files.read((), _PROMPTS.value)
   mesh = launch.mesh_of(config.mesh)
   identity = {"config": launch.plain_dict(config), "prompts": texts}
   with contextlib.closing(results.ResultFile(_OUT.value, identity)) as out:
     opened = launch.inspect(config.model, config)
-    draft = launch.inspect_draft(config, opened)
-    launch.check_sizes(opened, draft, config, options)
+    options = draft_lib.choose_drafter(config, opened)
+    draft = draft_lib.inspect_draft(config, opened)
+    draft_lib.check_sizes(opened, draft, config, options)
     with launch.user_errors():
       prompts = prompt_files.with_template(
         opened.loaded.tokenizer, texts, config.chat_template, config.system
@@ -62,7 +68,7 @@ def main() -> int | None:
       rows = launch.rows_of(config, min(_ROWS, len(work.jobs)), mesh)
       if work.stop_strings:
         stops.build_automaton(work.stop_strings, work.token_bytes or ())
-    target, read = opened.read(), launch.read_draft(draft)
+    target, read = opened.read(), draft_lib.read_draft(draft)
     manifest = {
       "command": "train.generate",
       "config": launch.plain_dict(config),

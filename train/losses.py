@@ -203,7 +203,7 @@ def divergence(
     return value * weights, alpha * weights
   q = law(draft, temperature)
   alpha = acceptance(p.probs, lax.stop_gradient(q.probs))
-  if top_k:
+  if top_k and not isinstance(target, Law):
     p = lax.stop_gradient(law(keep_top(target, top_k), temperature))
   return LOSSES[name](p, q, beta) * weights, alpha * weights
 

@@ -192,12 +192,13 @@ def _build(
     if kv_block is None:
       y = cache_lib.attend_alone(q, k, v, masks[1], scale=scale)
     else:
+      old_k, old_v = kv_cache
       k = cache_lib.write_nodes(kv_block[0], k, start)
       v = cache_lib.write_nodes(kv_block[1], v, start)
       if packed:
-        y = kernels.attend(q, *kv_cache, k, v, *masks[1:], scale=scale)
+        y = kernels.attend(q, old_k, old_v, k, v, *masks[1:], scale=scale)
       else:
-        y = cache_lib.attend(q, *kv_cache, k, v, *masks[:2], scale=scale)
+        y = cache_lib.attend(q, old_k, old_v, k, v, *masks[:2], scale=scale)
     y = common.linear(y, w["wo"], w.get("bo"))
     x = x_BTD + (norm(w, "attn_post_norm", y) if c.post_norms else y)
     y = norm(w, "ffn_norm", x)

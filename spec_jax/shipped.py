@@ -1,0 +1,84 @@
+"""Trained drafts that come with this package, and which one is the default.
+
+`assets/` holds a folder for each target that has some, and in it folders as
+`train.main` writes them. A draft belongs to the exact weights it was trained
+for: another quantisation of the same model is another target.
+"""
+
+from collections.abc import Mapping
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spec_jax import drafters, trained
+from spec_jax.hub import Loaded
+
+__all__ = ["ALONE", "AUTO", "Choice", "choose", "draft_for", "find"]
+
+_ASSETS = Path(__file__).parent / "assets"
+# Stands for the best drafter that a target can have here without more files.
+AUTO = "auto"
+# The drafter that needs nothing, and the one that needs an EAGLE head.
+ALONE = "prompt_lookup"
+_WITH_HEAD = "merge"
+_HEAD_OPTIONS = {
+  "first": "prompt_lookup",
+  "second": "eagle(num_nodes=9, depth=4)",
+}
+
+
+class Choice(NamedTuple):
+  """A drafter and what it is built with.
+
+  Attributes:
+    drafter: its name.
+    options: its options.
+    draft: the folder of its draft, or None.
+  """
+
+  drafter: str
+  options: dict[str, Any]
+  draft: str | None
+
+
+def find(loaded: Loaded, kind: str) -> str | None:
+  """Returns the folder of a target's shipped draft, or None.
+
+  Args:
+    loaded: the target; its weights need not be read yet.
+    kind: of the draft, as a card says: "layers", "medusa" or "eagle".
+  """
+  config = loaded.model.config
+  shape = {
+    name: getattr(config, name, None)
+    for name in ("width", "num_layers", "vocab_size")
+  }
+  for path in sorted(_ASSETS.glob(f"*/*/{trained.CARD}")):
+    card = json.loads(path.read_text("utf-8"))
+    made_for = card["target"]
+    # The hash reads all weights: only for a target of the same shape.
+    if card["kind"] == kind and shape.items() <= made_for.items():
+      ours = trained.target_identity(loaded)["weights_sha256"]
+      if ours == made_for["weights_sha256"]:
+        return str(path.parent)
+  return None
+
+
+def choose(loaded: Loaded) -> Choice:
+  """Returns the drafter that `AUTO` stands for with a target."""
+  folder = find(loaded, "eagle")
+  if folder is None:
+    return Choice(ALONE, {}, None)
+  return Choice(_WITH_HEAD, dict(_HEAD_OPTIONS), folder)
+
+
+def draft_for(
+  loaded: Loaded, drafter: str, options: Mapping[str, Any] | None
+) -> str | None:
+  """Returns the shipped draft for a drafter that was given none, or None."""
+  if drafter not in drafters.names():
+    return None
+  if not drafters.takes_draft(drafter, options):
+    return None
+  kind = drafters.takes_heads(drafter, options) or "layers"
+  return find(loaded, kind)
