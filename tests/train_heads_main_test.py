@@ -1,6 +1,7 @@
 """The training command for heads, from data to text decoded with them."""
 
 import json
+import shutil
 
 from commands import built_once as built_once, run_generate
 import jax
@@ -9,7 +10,7 @@ import pytest
 from train_main_test import _run, folder as folder
 
 import spec_jax
-from spec_jax import heads as heads_lib, pairing, trained
+from spec_jax import heads as heads_lib, pairing, shipped, trained
 
 # ml_collections reads configuration files the old way.
 pytestmark = pytest.mark.filterwarnings(
@@ -319,3 +320,46 @@ def test_what_a_user_can_mend_is_one_line(
     words,
   )
   assert code == 2 and message in err, err
+
+
+def test_a_head_that_comes_with_the_package_is_the_default(
+  folder, trained_folder, tmp_path, monkeypatch, capsys
+):
+  """Merged with prompt lookup, for its own target alone; also from Python."""
+  best = trained_folder("eagle", monkeypatch, capsys)
+  shutil.copytree(best, tmp_path / "tiny" / "eagle")
+  monkeypatch.setattr(shipped, "_ASSETS", tmp_path)
+
+  def run(model, *words):
+    done = run_generate(
+      monkeypatch,
+      capsys,
+      f"--config.model={folder / model}",
+      "--config.policy.name=fixed",
+      "--config.sampling.max_new_tokens=6",
+      "--prompt=say one twice",
+      *words,
+    )
+    assert done.code == 0, done.err
+    assert "identical text                     yes" in done.out
+    return done.err
+
+  assert "| drafter merge" in run("model")
+  assert "| drafter prompt_lookup" in run("other")
+  assert "| drafter prompt_lookup" in run(
+    "model", "--config.drafter.num_draft=2"
+  )
+  assert "| drafter eagle" in run("model", "--config.drafter.name=eagle")
+  other = "--config.drafter.name=eagle", f"--config.model={folder / 'other'}"
+  done = run_generate(monkeypatch, capsys, *other)
+  assert done.code == 2 and "needs --config.drafter.draft" in done.err
+  loaded = spec_jax.load(folder / "model")
+  name, _, place = shipped.choose(loaded)
+  assert name == "merge" and place == str(tmp_path / "tiny" / "eagle")
+  small = {"batch_size": 1, "slots": 64}
+  asked = {"settings": spec_jax.Settings(max_new_tokens=6), **small}
+  plain = spec_jax.generate(loaded, "one", **asked)
+  auto = spec_jax.generate(loaded, "one", drafter="auto", **asked)
+  assert auto.ids == plain.ids and auto.report["drafted"] > 0
+  with pytest.raises(ValueError, match="'auto' chooses its draft"):
+    spec_jax.generate(loaded, "one", drafter="auto", draft=place, **asked)
