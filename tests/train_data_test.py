@@ -1,7 +1,9 @@
 """Data: what is read, which tokens count, how it is packed and resumed."""
 
+import gzip
 import importlib.util
 import json
+import lzma
 import sys
 
 import jax
@@ -163,6 +165,18 @@ def test_ids_that_generate_wrote_are_taken_as_they_are(loaded, tmp_path):
   (example,) = _read(loaded, tmp_path, record)
   assert example.ids.tolist() == [1, 2, 9, 8]
   assert example.answer.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("pack", [gzip, lzma])
+def test_packed_lines_are_lines(pack, loaded, tmp_path):
+  line = json.dumps({"prompt_ids": [1, 2], "ids": [9, 8]}) + "\r\n"
+  path = tmp_path / f"x.jsonl.{'gz' if pack is gzip else 'xz'}"
+  path.write_bytes(pack.compress(2 * line.encode()))
+  found = data.read_examples((str(path),), loaded, length=8)
+  assert [x.ids.tolist() for x in found] == [[1, 2, 9, 8]] * 2
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(data.DataError, match=r"cannot read .*x\.jsonl"):
+    data.read_examples((str(path),), loaded, length=8)
 
 
 def test_raw_prompts_without_the_template(loaded, tmp_path):

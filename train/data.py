@@ -8,19 +8,23 @@ an answer of 2 the weights are 0 0 1 1 0.
 
 What is read:
   *.txt    one text; every token is answer
-  *.jsonl  a record a line, see `records.spans`
+  *.jsonl  a record a line, see `records.spans`; perhaps packed, *.jsonl.xz or
+           *.jsonl.gz
   name     a data set of the Hugging Face hub (`organisation/name[:split]`), if
            the package `datasets` is installed
   python   the English of Python's own help pages, on any machine
 """
 
 from collections.abc import Iterator, Sequence
+import gzip
 import hashlib
 import importlib.util
 import json
+import lzma
 from pathlib import Path
 import re
 from typing import Any, NamedTuple
+import zlib
 
 import grain
 import numpy as np
@@ -97,7 +101,7 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
     for name, page in sorted(topics.topics.items()):
       yield f"help page {name}", page
-  elif path.suffix in (".jsonl", ".json"):
+  elif re.search(r"\.jsonl?(\.gz|\.xz)?$", path.name):
     for number, record in _json_lines(path):
       yield f"{source} line {number}", record
   elif path.is_file() or path.suffix == ".txt":
@@ -114,13 +118,19 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
     )
 
 
+_UNPACK = {".gz": gzip.decompress, ".xz": lzma.decompress}
+
+
 def _read_text(path: Path) -> str:
+  unpack = _UNPACK.get(path.suffix, bytes)
   try:
-    return path.read_text(encoding="utf-8-sig")
-  except OSError as error:
-    raise DataError(f"cannot read {path}: {error.strerror}") from error
+    text = unpack(path.read_bytes()).decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
   except UnicodeDecodeError as error:
     raise DataError(f"{path} is not UTF-8: {error}") from error
+  except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    why = getattr(error, "strerror", None) or error
+    raise DataError(f"cannot read {path}: {why}") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
