@@ -1,8 +1,8 @@
 """Distils the first layers of a target into a draft: `python -m train.main`.
 
-The defaults are for the built-in model on two CPU cores, where a step of 2 x 512
-tokens takes a second and a half (.7 with the target's states on disk). Data for
-a draft worth having: the target's own answers, written by `python -m
+The defaults are for the built-in model on two CPU cores, where a step of 2 x
+512 tokens takes a second and a half (.7 with the target's states on disk). Data
+for a draft worth having: the target's own answers, written by `python -m
 train.generate`; the default is text that any machine has, to see the command
 work.
 
