@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 _SMALL = (
   "--config.draft.layers=1",
   "--config.data.length=48",
+  "--config.loss.chunk=0",
   "--config.train.steps=6",
   "--config.train.batch_size=2",
   "--config.eval.every=3",
