@@ -110,6 +110,11 @@ CASES: dict[str, dict[str, Any]] = {
     "draft": _DISTILLED,
     "options": _TREE,
   },
+  "distilled best first": {
+    "drafter": "best_first",
+    "draft": _DISTILLED,
+    "options": {"num_nodes": 16, "depth": 5, "width": 4},
+  },
   "distilled cost": {**_COST, "drafter": "vanilla", "draft": _DISTILLED},
   "medusa chain": {
     "drafter": "medusa",
@@ -125,6 +130,11 @@ CASES: dict[str, dict[str, Any]] = {
     "drafter": "merge",
     "draft": _EAGLE,
     "options": _LOOKUP_EAGLE,
+  },
+  "lookup and eagle 16": {
+    "drafter": "merge",
+    "draft": _EAGLE,
+    "options": {"first": "prompt_lookup", "second": "eagle"},
   },
   "lookup and eagle cost": {
     **_COST,

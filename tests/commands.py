@@ -14,6 +14,7 @@ from absl import flags
 import pytest
 from tiny_model import tiny_model
 
+import experiments
 from experiments import launch, prompts
 from spec_jax import weights
 from spec_jax.models import decoder
@@ -56,6 +57,10 @@ def fresh(name: str):
       delattr(flags.FLAGS, flag)
   flags.FLAGS.unparse_flags()
   module = f"experiments.{name}"
+  for other in by_module:  # a command that uses another: its flags are gone too
+    if other.startswith("experiments.") and other != module:
+      sys.modules.pop(other, None)
+      vars(experiments).pop(other.removeprefix("experiments."), None)
   if module in sys.modules:
     return importlib.reload(sys.modules[module])
   return importlib.import_module(module)

@@ -1,0 +1,197 @@
+"""Measures what drafters emit per step over all of Spec-Bench, in batches.
+
+  python -m experiments.acceptance --questions=PATH/question.jsonl
+    --drafts=FOLDER --out=experiments/results/acceptance.jsonl
+
+Counts, not seconds: `experiments.spec_bench` has those, for fewer prompts and
+one row. The cases are the same, those of a fixed length; `--cases` chooses some
+of them. One line a case and temperature: tokens a step over all first turns, by
+subtask, and over texts of which less than 20 % of the runs of four tokens stood
+there before (a greedy text that goes round in a loop flatters every draft); how
+often each depth was accepted where the one before was. Each text that must be
+plain decoding's is compared with it. A run that was killed goes on.
+"""
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import json
+from typing import Any
+
+from absl import flags
+from tqdm import tqdm
+
+from experiments import (
+  bench_summary as summary,
+  bench_tasks,
+  launch,
+  prompts as prompt_files,
+  results,
+  spec_bench,
+)
+from experiments.bench_engines import PLAIN
+import spec_jax
+from spec_jax import Settings, metrics
+from spec_jax.generate import Completion, make_engine, read_shared, run
+from spec_jax.work import Work, plan
+
+_ROWS = flags.DEFINE_integer("rows", 8, "Prompts that are decoded together.")
+
+# Part of the runs of four tokens that may have stood there before.
+_VARIED = 0.2
+
+
+def digest(ids: Sequence[int]) -> str:
+  """Returns a short hash of a text's ids, to compare it with another's."""
+  return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:12]
+
+
+def per_step(counts: Sequence[metrics.Counts]) -> float | None:
+  """Returns tokens a step over some prompts, None if there is none."""
+  return metrics.Counts.sum(counts).rates()["emitted_per_step"]
+
+
+def line_of(
+  case: str, tasks: Sequence[str], found: Sequence[Completion], must_agree: bool
+) -> dict[str, Any]:
+  """Returns what is recorded of a case.
+
+  Args:
+    case: its name.
+    tasks: subtask of each prompt.
+    found: what was decoded, in the order of prompts; edits count apart.
+    must_agree: whether the texts must be plain decoding's.
+  """
+  counts = [done.counts for done in found]
+  main = [c for c, t in zip(counts, tasks, strict=True) if t != summary.EDITING]
+  varied = [
+    done.counts
+    for done, task in zip(found, tasks, strict=True)
+    if task != summary.EDITING and summary.repeated(done.ids) < _VARIED
+  ]
+  rates = metrics.Counts.sum(main).rates()
+  return {
+    "case": case,
+    "prompts": len(main),
+    **rates,
+    "by_subtask": {
+      task: per_step(
+        [c for c, t in zip(counts, tasks, strict=True) if t == task]
+      )
+      for task in dict.fromkeys(tasks)
+    },
+    "varied": {"prompts": len(varied), "emitted_per_step": per_step(varied)},
+    "text_must_agree": must_agree,
+    "texts": [digest(done.ids) for done in found],
+  }
+
+
+def decode(loaded, work: Work, case: Mapping[str, Any], title: str):
+  """Returns (completions in order, whether texts must be plain's)."""
+  engine = make_engine(loaded, work, batch_size=_ROWS.value, **case)
+  greedy = work.jobs[0].settings.temperature == 0
+  found = []
+  bar = tqdm(total=len(work.jobs), desc=title, unit="prompt", disable=None)
+  with bar:
+    for done in run(engine, work, start=read_shared(engine, work.jobs)):
+      found.append(done)
+      bar.update()
+  found.sort(key=lambda done: done.prompt)
+  return found, engine.programs.same_text(greedy=greedy)
+
+
+def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+  """Returns a table: tokens a step by case, subtask and temperature."""
+  columns = list(lines[0]["by_subtask"])
+  text = [
+    "| T | case | " + " | ".join(columns) + " | all | varied | by depth |",
+    "|---" * (len(columns) + 5) + "|",
+  ]
+  for line in lines:
+    cells = [f"{line['by_subtask'][c]:.2f}" for c in columns]
+    depths = [f"{x:.2f}" for x in line["accept_cond"] if x is not None]
+    varied = line["varied"]["emitted_per_step"]
+    ends = [
+      f"{line['emitted_per_step']:.2f}",
+      "-" if varied is None else f"{varied:.2f}",
+      " ".join(depths),
+    ]
+    cells = [f"{line['temperature']:g}", line["case"], *cells, *ends]
+    text.append("| " + " | ".join(cells) + " |")
+  return "\n".join(text)
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, float]:
+  return line["case"], float(line["temperature"])
+
+
+def main() -> int:
+  """Measures what the file lacks; returns 1 if a text is wrong."""
+  given = flags.FLAGS
+  tasks = bench_tasks.read_tasks(given.questions, given.prompts_per_task)
+  if not given.out:
+    raise launch.UserError("give --out=FILE: it holds the lines, and resumes")
+  if _ROWS.value < 1:
+    raise launch.UserError(f"rows must be at least 1, got {_ROWS.value}")
+  loaded = spec_jax.load(given.model)
+  named = [(task, text) for task, items in tasks.items() for _, text in items]
+  texts = [text for _, text in named]
+  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
+  identity = {
+    "command": "experiments.acceptance",
+    "model": given.model,
+    "weights_sha256": spec_jax.hub.weights_hash(loaded),
+    "tasks": tasks,
+    "max_new_tokens": given.max_new_tokens,
+    "seed": given.seed,
+  }
+  wrong = []
+  with contextlib.closing(results.ResultFile(given.out, identity, _key)) as out:
+    out.write_manifest(
+      {
+        **{k: v for k, v in identity.items() if k != "tasks"},
+        "prompts": {task: len(items) for task, items in tasks.items()},
+        "environment": results.environment(),
+      }
+    )
+    for temperature in given.temperatures:
+      settings = Settings(
+        temperature=temperature, max_new_tokens=given.max_new_tokens
+      )
+      work = plan(loaded, chats, settings, given.seed)
+      prompt_files.check_fits(loaded, work, 0)
+      cases = {PLAIN: {}} | {
+        name: case
+        for name, case in spec_bench.usable_cases(
+          loaded, work, given.cases
+        ).items()
+        if "policy" not in case  # of its own accord it drafts no deeper
+      }
+      for name, case in cases.items():
+        if (name, temperature) in out.done:
+          continue
+        title = f"T={temperature:g} {name}"
+        found, must_agree = decode(loaded, work, case, title)
+        line = line_of(name, [task for task, _ in named], found, must_agree)
+        line["temperature"] = temperature
+        line["arguments"] = spec_bench.CASES.get(name, {})
+        line["draft_sha256"] = spec_bench.draft_hash(name)
+        line["commit"] = results.environment()["commit"]
+        plain = out.done.get((PLAIN, temperature), line)["texts"]
+        line["different"] = [
+          i for i, x in enumerate(plain) if x != line["texts"][i]
+        ]
+        out.write(line)
+        rate = line["emitted_per_step"]
+        print(f"{title}: {rate:.3f} tokens a step", flush=True)
+      for line in out.done.values():
+        if line["text_must_agree"] and line["different"]:
+          wrong.append(f"!!! TEXT DIFFERS FROM PLAIN DECODING: {line['case']}")
+    lines = list(out.done.values())
+  print(markdown(lines))
+  print("\n".join(wrong))
+  return int(bool(wrong))
+
+
+if __name__ == "__main__":
+  launch.run(main)
