@@ -160,13 +160,10 @@ def main() -> int:
       )
       work = plan(loaded, chats, settings, given.seed)
       prompt_files.check_fits(loaded, work, 0)
-      cases = {PLAIN: {}} | {
-        name: case
-        for name, case in spec_bench.usable_cases(
-          loaded, work, given.cases
-        ).items()
-        if "policy" not in case  # of its own accord it drafts no deeper
-      }
+      usable = spec_bench.usable_cases(loaded, work, given.cases)
+      # A policy drafts as deep as pays here: of seconds, not of counts.
+      fixed = {n: case for n, case in usable.items() if "policy" not in case}
+      cases: dict[str, dict[str, Any]] = {PLAIN: {}, **fixed}
       for name, case in cases.items():
         if (name, temperature) in out.done:
           continue

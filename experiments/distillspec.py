@@ -64,6 +64,7 @@ def config_of(name: str) -> Any:
   config = defaults.get_config().unlock()
   config.model = _MODEL.value
   config.draft.layers = str(_LAYERS.value)
+  config.draft.words = 0  # the laws of all words are compared
   config.loss.name = name
   config.data.length = _LENGTH.value
   config.loss.chunk = 0
