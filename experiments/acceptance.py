@@ -128,15 +128,15 @@ def _key(line: Mapping[str, Any]) -> tuple[str, float]:
 def main() -> int:
   """Measures what the file lacks; returns 1 if a text is wrong."""
   given = flags.FLAGS
+  spec_bench.check_cases()
   tasks = bench_tasks.read_tasks(given.questions, given.prompts_per_task)
   if not given.out:
     raise launch.UserError("give --out=FILE: it holds the lines, and resumes")
   if _ROWS.value < 1:
     raise launch.UserError(f"rows must be at least 1, got {_ROWS.value}")
+  if given.write_readme:
+    raise launch.UserError("--write_readme is for experiments.spec_bench")
   loaded = spec_jax.load(given.model)
-  named = [(task, text) for task, items in tasks.items() for _, text in items]
-  texts = [text for _, text in named]
-  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
   identity = {
     "command": "experiments.acceptance",
     "model": given.model,
@@ -145,7 +145,6 @@ def main() -> int:
     "max_new_tokens": given.max_new_tokens,
     "seed": given.seed,
   }
-  wrong = []
   with contextlib.closing(results.ResultFile(given.out, identity, _key)) as out:
     out.write_manifest(
       {
@@ -155,39 +154,57 @@ def main() -> int:
       }
     )
     for temperature in given.temperatures:
-      settings = Settings(
-        temperature=temperature, max_new_tokens=given.max_new_tokens
-      )
-      work = plan(loaded, chats, settings, given.seed)
-      prompt_files.check_fits(loaded, work, 0)
-      usable = spec_bench.usable_cases(loaded, work, given.cases)
-      # A policy drafts as deep as pays here: of seconds, not of counts.
-      fixed = {n: case for n, case in usable.items() if "policy" not in case}
-      cases: dict[str, dict[str, Any]] = {PLAIN: {}, **fixed}
-      for name, case in cases.items():
-        if (name, temperature) in out.done:
-          continue
-        title = f"T={temperature:g} {name}"
-        found, must_agree = decode(loaded, work, case, title)
-        line = line_of(name, [task for task, _ in named], found, must_agree)
-        line["temperature"] = temperature
-        line["arguments"] = spec_bench.CASES.get(name, {})
-        line["draft_sha256"] = spec_bench.draft_hash(name)
-        line["commit"] = results.environment()["commit"]
-        plain = out.done.get((PLAIN, temperature), line)["texts"]
-        line["different"] = [
-          i for i, x in enumerate(plain) if x != line["texts"][i]
-        ]
-        out.write(line)
-        rate = line["emitted_per_step"]
-        print(f"{title}: {rate:.3f} tokens a step", flush=True)
-      for line in out.done.values():
-        if line["text_must_agree"] and line["different"]:
-          wrong.append(f"!!! TEXT DIFFERS FROM PLAIN DECODING: {line['case']}")
+      measure(out, loaded, tasks, temperature)
     lines = list(out.done.values())
   print(markdown(lines))
-  print("\n".join(wrong))
+  wrong = [x for x in lines if x["text_must_agree"] and x["different"]]
+  for line in wrong:
+    print(
+      f"!!! TEXT DIFFERS FROM PLAIN DECODING: {line['case']}, "
+      f"T={line['temperature']:g}, prompts {line['different']}"
+    )
   return int(bool(wrong))
+
+
+def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
+  """Runs the cases that the file lacks at a temperature."""
+  given = flags.FLAGS
+  named = [(task, text) for task, items in tasks.items() for _, text in items]
+  texts = [text for _, text in named]
+  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
+  settings = Settings(
+    temperature=temperature, max_new_tokens=given.max_new_tokens
+  )
+  work = plan(loaded, chats, settings, given.seed)
+  prompt_files.check_fits(loaded, work, 0)
+  usable = spec_bench.usable_cases(loaded, work, given.cases)
+  # A policy drafts as deep as pays here: of seconds, not of counts.
+  fixed = {n: case for n, case in usable.items() if "policy" not in case}
+  if not fixed:
+    raise launch.UserError(
+      f"no case of --cases={given.cases!r} has a fixed length"
+    )
+  known = {k: x for k, x in out.done.items() if x["case"] != PLAIN}
+  spec_bench.check_arguments(known, fixed)
+  cases: dict[str, dict[str, Any]] = {PLAIN: {}, **fixed}
+  for name, case in cases.items():
+    if (name, temperature) in out.done:
+      continue
+    title = f"T={temperature:g} {name}"
+    found, must_agree = decode(loaded, work, case, title)
+    line = line_of(name, [task for task, _ in named], found, must_agree)
+    plain = out.done.get((PLAIN, temperature), line)["texts"]
+    line |= {
+      "temperature": temperature,
+      "arguments": spec_bench.CASES.get(name, {}),
+      "draft_sha256": spec_bench.draft_hash(name),
+      "other_draft": given.other_draft or None,
+      "corpus": given.corpus or None,
+      "commit": results.environment()["commit"],
+      "different": [i for i, x in enumerate(plain) if x != line["texts"][i]],
+    }
+    out.write(line)
+    print(f"{title}: {line['emitted_per_step']:.3f} tokens a step", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,21 +36,37 @@ Draft = hub.Inspected | TrainedDraft | str | int | tuple[int, ...] | None
 def drafter_options(drafter: ConfigDict) -> dict[str, Any]:
   """Returns the options that are set, checked against the drafter's.
 
-  With options of its own "auto" is prompt lookup: its name is then set.
-
   Raises:
     UserError: for an unknown drafter, or an option it does not have.
   """
-  if drafter.name == shipped.AUTO:
-    fields = [x for x in drafter.items() if x[0] != "name"]
-    if all(value in (None, "") for _, value in fields):
-      return {}
-    drafter.name = shipped.ALONE
-  chosen = set_options(drafter, ("name", "draft"), "drafter", drafters.options)
+  named = ConfigDict(drafter)
+  named.name = _name_of(drafter)
+  if named.name == shipped.AUTO:
+    return {}
+  chosen = set_options(named, ("name", "draft"), "drafter", drafters.options)
   for key in ("tree", "parents"):
     if key in chosen and not all(type(i) is int for i in chosen[key]):
       raise UserError(f"{key} holds integers, got {chosen[key]}")
   return chosen
+
+
+def _name_of(drafter: ConfigDict) -> str:
+  """Returns the drafter's name; "auto" with options of its own is ALONE.
+
+  Raises:
+    UserError: if "auto" is given a draft.
+  """
+  if drafter.name != shipped.AUTO:
+    return drafter.name
+  if drafter.draft:
+    raise UserError(
+      f"drafter.draft is {str(drafter.draft)!r}, but for which drafter? With "
+      "drafter.name=auto the draft is chosen"
+    )
+  fields = [value for name, value in drafter.items() if name != "name"]
+  if any(value not in (None, "") for value in fields):
+    return shipped.ALONE
+  return shipped.AUTO
 
 
 def choose_drafter(config: ConfigDict, target: hub.Inspected) -> dict[str, Any]:
@@ -63,23 +79,25 @@ def choose_drafter(config: ConfigDict, target: hub.Inspected) -> dict[str, Any]:
     UserError: see `drafter_options`.
   """
   own, options = config.drafter, drafter_options(config.drafter)
+  own.name = _name_of(own)
   if own.name == shipped.AUTO:
     own.name, options, draft = shipped.choose(target.loaded)
     own.update(options)
-  elif not own.draft:
+  elif own.draft:
+    return options
+  else:
     with user_errors():
       draft = shipped.draft_for(target.loaded, own.name, options)
-  else:
-    return options
   own.draft = draft or ""
   return options
 
 
 def effective(config: ConfigDict, options: Mapping[str, Any]) -> dict[str, Any]:
   """Returns all options of the drafter, its defaults filled in."""
-  if config.drafter.name == shipped.AUTO:
+  name = _name_of(config.drafter)
+  if name == shipped.AUTO:
     return {}
-  return plain_dict({**drafters.options(config.drafter.name), **options})
+  return plain_dict({**drafters.options(name), **options})
 
 
 def inspect_draft(config: ConfigDict, target: hub.Inspected) -> Draft:

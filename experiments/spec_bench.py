@@ -14,7 +14,7 @@ cases that are new are added. What a length policy and a drafter have learnt
 stays over the prompts, as in any run. Nothing else should run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import json
 from pathlib import Path
@@ -275,14 +275,15 @@ def _key(record) -> tuple[str, float, str]:
   return record["case"], float(record["temperature"]), record["subtask"]
 
 
-def _check_arguments(done: dict, cases: dict) -> None:
+def check_arguments(done: Mapping[Any, Mapping], cases: Mapping) -> None:
   """Checks that the lines there are were measured as the cases now say.
 
   Raises:
     UserError: naming the case that has changed.
   """
   given = {"other_draft": _OTHER.value or None, "corpus": _CORPUS.value or None}
-  for (case, _, _), line in done.items():
+  for line in done.values():
+    case = line["case"]
     wanted = CASES.get(case)
     for name, value in given.items():
       if case in cases and f"--{name}" in json.dumps(wanted):
@@ -316,7 +317,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
     if any(len(job.ids) < 2 for job in work.jobs):
       raise UserError("a prompt of one token cannot be read beforehand")
     cases = usable_cases(loaded, work, _CASES.value)
-    _check_arguments(out.done, cases)
+    check_arguments(out.done, cases)
     bench = Bench(loaded, work, cases)
     for task in tasks:
       numbers = [i for i, item in enumerate(named) if item[0] == task]
@@ -343,16 +344,25 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
         print(summary.one_line(line), flush=True)
 
 
+def check_cases() -> None:
+  """Checks the flag `--cases`.
+
+  Raises:
+    UserError: if it is no regular expression.
+  """
+  try:
+    re.compile(_CASES.value)
+  except re.error as error:
+    raise UserError(f"--cases is no regular expression: {error}") from error
+
+
 def main() -> int:
   """Measures what is missing, then prints table, bars and oracle.
 
   Returns:
     1 if a text that must be plain decoding's is another, else 0.
   """
-  try:
-    re.compile(_CASES.value)
-  except re.error as error:
-    raise UserError(f"--cases is no regular expression: {error}") from error
+  check_cases()
   tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
   if not _OUT.value:
     raise UserError("give --out=FILE: it holds the lines, and resumes a run")

@@ -265,6 +265,11 @@ def weights_hash(source: Loaded | str | os.PathLike) -> str:
   else:
     path = Path(source)
     files = (path,) if path.is_file() else _weight_files(path)
+  return hash_of(files)
+
+
+def hash_of(files: Iterable[Path]) -> str:
+  """Returns the SHA-256 of files, as `weights_hash` does."""
   hashes = [(path.name, sha256_of(path)) for path in sorted(files)]
   if len(hashes) == 1:
     return hashes[0][1]

@@ -5,12 +5,13 @@
 for: another quantisation of the same model is another target.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spec_jax import drafters, trained
+from spec_jax import drafters, hub, trained
 from spec_jax.hub import Loaded
 
 __all__ = ["ALONE", "AUTO", "Choice", "choose", "draft_for", "find"]
@@ -58,10 +59,20 @@ def find(loaded: Loaded, kind: str) -> str | None:
     made_for = card["target"]
     # The hash reads all weights: only for a target of the same shape.
     if card["kind"] == kind and shape.items() <= made_for.items():
-      ours = trained.target_identity(loaded)["weights_sha256"]
-      if ours == made_for["weights_sha256"]:
+      if _weights_of(loaded.files) == made_for["weights_sha256"]:
         return str(path.parent)
   return None
+
+
+def _weights_of(files: Sequence[Path]) -> str:
+  """Returns the hash of a model's files, once for as long as they stay."""
+  stats = [(path, path.stat()) for path in map(Path, files)]
+  return _hash_once(tuple((p, s.st_size, s.st_mtime_ns) for p, s in stats))
+
+
+@functools.lru_cache(maxsize=8)
+def _hash_once(files: tuple) -> str:
+  return hub.hash_of([path for path, _, _ in files])
 
 
 def choose(loaded: Loaded) -> Choice:

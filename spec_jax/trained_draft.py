@@ -46,12 +46,13 @@ class TrainedDraft(NamedTuple):
   def build(self, loaded: Loaded) -> tuple[Model | Heads, PyTree]:
     """Reads the weights, held as the target's are; the rest is shared.
 
-    Packed matrices of a file in bfloat16 stay so: half the bytes to read, and
-    the draft that was measured.
+    Packed matrices of a file in bfloat16 stay so, half the bytes to read; the
+    target's columns for its words are then rounded too. It is a draft: the law
+    of what is emitted does not change.
     """
     target = loaded.params
     matrices = [t for t in self.card.tensors.values() if len(t.shape) > 1]
-    rounded = all(t.dtype == jnp.bfloat16 for t in matrices)
+    rounded = bool(matrices) and all(t.dtype == jnp.bfloat16 for t in matrices)
     dtype = target["final_norm"].dtype
     own = trained.unflatten(
       {

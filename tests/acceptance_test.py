@@ -55,5 +55,12 @@ def test_counts_are_recorded_resumed_and_shown(counts, tmp_path):
   ran = counts("--cases=lookup 3")
   assert ran.code == 1 and "TEXT DIFFERS FROM PLAIN DECODING" in ran.out
   assert read_lines(out)[1]["different"] == [1]
+  ran = counts("--cases=lookup cost")
+  assert ran.code == 2 and "has a fixed length" in ran.err
+  ran = counts("--cases=(")
+  assert ran.code == 2 and "no regular expression" in ran.err
+  out.write_text(out.read_text().replace('"num_draft": 3', '"num_draft": 2'))
+  ran = counts("--cases=lookup 3")
+  assert ran.code == 2 and "was measured with" in ran.err
   ran = counts("--cases=lookup 3", "--rows=0")
   assert ran.code == 2 and "rows must be at least 1" in ran.err

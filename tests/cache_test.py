@@ -202,6 +202,33 @@ def test_a_long_text_alone_is_attended_as_a_short_one():
   )
 
 
+def test_a_long_text_alone_keeps_float32_in_its_softmax():
+  """bfloat16 products are summed and weighed in float32, as with a cache."""
+  rng = np.random.default_rng(2)
+  B, T, H, E = 1, cache_lib.LONG, 2, 8
+  draw = lambda *s: jnp.asarray(rng.normal(size=s) * 9, jnp.bfloat16)
+  q, k, v = draw(B, T, H, E), draw(B, T, H, E), draw(B, T, H, E)
+  nothing = jnp.zeros((B, H, 1, E), jnp.bfloat16)
+  see = jnp.tril(jnp.ones((1, T, T), bool))
+  no = jnp.zeros((1, 1, 1), bool)
+  theirs = cache_lib.attend(q, nothing, nothing, k, v, no, see, scale=1.0)
+  ours = cache_lib.attend_alone(q, k, v, see, scale=1.0)
+  assert ours.dtype == jnp.bfloat16
+  difference = np.abs(np.asarray(ours - theirs, np.float32))
+  assert difference.max() <= 0.125  # a last bit of values up to 32
+
+
+def test_a_long_batch_needs_no_segments():
+  """A mask that all rows share is every row's."""
+  T = cache_lib.LONG
+  model, params = fakes.tiny(windows=(None, None), max_length=2 * T)
+  tokens = jnp.arange(2 * T).reshape(2, T) % 7
+  positions = jnp.broadcast_to(jnp.arange(T), (2, T))
+  both = model.apply(params, tokens, positions, None, None, None).logits
+  one = model.apply(params, tokens[1:], positions[1:], None, None, None).logits
+  np.testing.assert_allclose(both[1:], one, rtol=1e-4, atol=1e-4)
+
+
 # --- a decoder with rings against forwards from scratch ----------------------
 
 WINDOWS = (None, 1, 3, 7)

@@ -68,6 +68,16 @@ def test_a_killed_writing_goes_on_and_a_tap_is_shared(tmp_path, monkeypatch):
   _same(last[7], whole[7][:, 2:])
 
 
+def test_a_tap_may_be_asked_for_twice_and_what_is_there_needs_no_lock(tmp_path):
+  rows = train_rig.rows(6)
+  kept = _keep(tmp_path, rows, taps=(1, 1, -1))
+  _same([kept[i] for i in range(6)], _anew(rows, (1, 1, -1)))
+  (place,) = tmp_path.iterdir()
+  with open(place / "lock", "a") as held:
+    lock_file(held, place)
+    _same(_keep(tmp_path, rows, taps=(1,))[5], _anew(rows, (1,))[5])
+
+
 def test_other_rows_or_another_target_have_a_folder_of_their_own(tmp_path):
   rows = train_rig.rows(4)
   _keep(tmp_path, rows, weights="a")
@@ -90,9 +100,10 @@ def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch):
       _keep(tmp_path / "full", rows)
   _keep(tmp_path / "held", rows)
   (place,) = (tmp_path / "held").iterdir()
+  (place / "tap_0.bfloat16").unlink()
   with open(place / "lock", "a") as held:
     lock_file(held, place)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="another run is writing"):
       _keep(tmp_path / "held", rows)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spec_jax import medusa as heads_lib
+from spec_jax.cache import LONG
 from tests import fakes, train_rig
 from tests.eagle_test import numpy_layer
 from train import data, eagle, loop, losses, medusa, medusa_joint
@@ -286,3 +287,32 @@ def test_a_cycle_teaches_the_right_offsets():
   )
   assert [row[0] > 0.85 for row in rates] == [True] * 3
   assert all(abs(sum(row) - 1) < 0.06 for row in rates)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_chains_of_a_long_text_are_attended_as_those_of_a_short_one(
+  passes, monkeypatch
+):
+  """By row and head on CPU: values and gradients."""
+  rng = np.random.default_rng(0)
+  B, T, H, G, E = 2, LONG, 4, 2, 3
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  q, out = draw(B, T, H, E), draw(B, T, H * E)
+  keys = [draw(B, T, G, E) for _ in range(passes)]
+  values = [draw(B, T, G, E) for _ in range(passes)]
+  visible = jnp.asarray(rng.random((B, T, T)) < 0.5)
+
+  def run():
+    def total(q, keys, values):
+      found = eagle.attend_chains(q, keys, values, visible, 0.5)
+      return (found * out).sum()
+
+    return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, keys, values)
+
+  ours = run()
+  monkeypatch.setattr(eagle, "LONG", T + 1)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+    ours,
+    run(),
+  )

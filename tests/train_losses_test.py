@@ -160,6 +160,38 @@ def test_smaller_vocabulary_keeps_the_law_and_drops_what_cannot_be_said():
   np.testing.assert_allclose(losses.law(kept).probs[0], expected, rtol=1e-5)
 
 
+def test_forward_kl_is_exact_where_the_draft_is_almost_sure():
+  """ln q below the floor costs what it costs; what is refused costs 30."""
+  target = jnp.log(jnp.array([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]]))
+  draft = jnp.array([[0.0, -40.0, 0.0], [0.0, -jnp.inf, 0.0]])
+  for top_k in (0, 3):
+    value, _ = losses.divergence(
+      "forward_kl", target, draft, jnp.ones(2), top_k=top_k
+    )
+    log_2 = np.log(2)
+    first = -log_2 + log_2 + 20  # q = 1/2, e^-40 / 2, 1/2
+    second = -0.5 * log_2 - 0.5 * 2 * log_2 + 0.75 * log_2 + 0.25 * 30
+    np.testing.assert_allclose(value, [first, second], rtol=1e-5)
+  slope = jax.grad(
+    lambda x: losses.divergence("forward_kl", target, x, jnp.ones(2))[0].sum()
+  )(draft)
+  np.testing.assert_allclose(slope[0], [0, -0.5, 0.5], atol=1e-5)
+  assert np.isfinite(slope).all()
+
+
+def test_agreement_counts_the_likeliest_tokens():
+  """Ties agree; a law that is not a number agrees with nothing."""
+  target = jnp.array([[1.0, 2.0, 0.0], [2.0, 2.0, 0.0], [0.0, 1.0, 0.0]])
+  draft = jnp.array([[0.0, 3.0, 1.0], [0.0, 1.0, 0.0], [5.0, jnp.nan, 0.0]])
+  found = losses.agreement(target, draft, jnp.array([0.5, 1.0, 1.0]))
+  np.testing.assert_array_equal(found, [0.5, 1.0, 0.0])
+  labels = jnp.array([1, 0, 2])
+  likely = losses.is_likeliest(target, labels)
+  np.testing.assert_array_equal(likely, [True, True, False])
+  outside = losses.is_likeliest(target, jnp.array([-1, 3, 1]))
+  np.testing.assert_array_equal(outside, [False, False, True])
+
+
 @pytest.mark.parametrize(
   "options, words",
   [

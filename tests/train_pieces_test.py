@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import fakes, train_rig
 from train.pieces import sum_pieces
 
 B, T = 2, 12
@@ -82,6 +83,44 @@ def test_pieces_without_a_counted_position_are_skipped():
   jax.effects_barrier()
   assert plain == 2 * 2  # the loss is asked for twice in `_run`
   assert len(seen) == 2 * -(-counted // B)
+
+
+@pytest.mark.parametrize("name", sorted(train_rig.RECIPES))
+def test_every_recipes_loss_is_the_same_in_pieces(name):
+  """Values, sums and gradients, positions in order or moved to the front."""
+  target = train_rig.target()
+  rows = train_rig.rows(3)
+  rows[1]["weights"][:] = 0  # an answer that was cut off
+  batch = train_rig.stack(rows)
+
+  def run(**pieces):
+    made = train_rig.RECIPES[name](target, pieces=pieces)
+    start = made.init(jax.random.key(0))
+    loss = jax.value_and_grad(made.loss, has_aux=True)
+    return fakes.jit(loss)(start, made.frozen, batch, None)
+
+  whole = run(chunk=0)
+  for pieces in ({"chunk": 4}, {"chunk": 3, "compact": True}):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+      run(**pieces),
+      whole,
+    )
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_gradients_flow_through_what_is_learned_alone(size):
+  """Not through what is given or frozen, however it was made."""
+  parts = _parts()
+
+  def loss(c):
+    frozen = {"c": c}
+    counted = parts["given"]["weights"] != 0
+    return sum_pieces(
+      _judge, size, counted=counted, **{**parts, "frozen": frozen}
+    )[0]
+
+  assert float(jnp.abs(jax.grad(loss)(parts["frozen"]["c"])).sum()) == 0
 
 
 def test_a_piece_must_divide_the_row():

@@ -18,6 +18,8 @@ from train.records import Example
 from train.report import Reporter
 
 LENGTH = 12
+# Of a loss: pieces, as at real sizes; on one device also `compact`.
+PIECES = {"chunk": 4}
 
 
 def target(*, meshable: bool = False):
@@ -49,7 +51,7 @@ def rows(count: int, vocab: int = 13, seed: int = 0) -> list[dict]:
 
 
 def recipe(
-  pair, *, name: str = "forward_kl", words: int = 0, **change
+  pair, *, name: str = "forward_kl", words: int = 0, pieces=PIECES, **change
 ) -> Recipe:
   """Returns a recipe that trains the first layer; measures nothing."""
   model, params = pair
@@ -64,7 +66,7 @@ def recipe(
 
   found = Recipe(
     init=lambda key: fakes.noisy(chosen),
-    loss=distill.make_loss(model, draft, name=name),
+    loss=distill.make_loss(model, draft, name=name, **pieces),
     frozen=params,
     shardings=shardings,
     measure=None,
@@ -73,7 +75,9 @@ def recipe(
   return found._replace(**change)
 
 
-def heads_recipe(kind: str, pair, *, version: int = 3, ids=None) -> Recipe:
+def heads_recipe(
+  kind: str, pair, *, version: int = 3, ids=None, pieces=PIECES
+) -> Recipe:
   """Returns a recipe that trains heads from where training starts."""
   model, params = pair
   made, drawn = fakes.heads_of(kind, pair, version=version, ids=ids)
@@ -81,10 +85,11 @@ def heads_recipe(kind: str, pair, *, version: int = 3, ids=None) -> Recipe:
   start = {n: x for n, x in drawn.items() if n not in words}
   if kind == "medusa":
     start = {"heads": made.init(None)["heads"]}
-    loss = medusa.make_loss(model, made, decay=0.8)
+    loss = medusa.make_loss(model, made, decay=0.8, **pieces)
   else:
     steps = 3 if version == 3 else 1
-    loss = eagle.make_loss(eagle.shown(model, made), made, steps=steps)
+    shown = eagle.shown(model, made)
+    loss = eagle.make_loss(shown, made, steps=steps, **pieces)
 
   def shardings(mesh):
     own = sharding.params_shardings(made, mesh, replicate=True)
@@ -106,7 +111,7 @@ def heads_recipe(kind: str, pair, *, version: int = 3, ids=None) -> Recipe:
   )
 
 
-def joint_recipe(pair) -> Recipe:
+def joint_recipe(pair, *, pieces=PIECES) -> Recipe:
   """Returns a recipe that trains heads and their target."""
   model, params = pair
   made, _ = fakes.heads_of("medusa", pair)
@@ -132,6 +137,7 @@ def joint_recipe(pair) -> Recipe:
       law_weight=1.0,
       token_weight=0.5,
       heads_weight=0.3,
+      **pieces,
     ),
     frozen={"target": params, "words": {}},
     shardings=shardings,

@@ -86,7 +86,7 @@ def make_loss(
   Args:
     target: whose parameters are the frozen ones.
     draft: shares those that are not trained.
-    name: a key of `losses.LOSSES`, or "cross_entropy" with the data's tokens.
+    name: one of `losses.LOSSES`, or "cross_entropy" with the data's tokens.
     temperature: see `losses.divergence`.
     beta: see `losses.divergence`.
     top_k: see `losses.divergence`.

@@ -142,7 +142,7 @@ def attend_chains(
     out = lax.map(one, (q, k, v, jnp.repeat(visible, G, 0)))
     return jnp.moveaxis(out.reshape(B, G, T, H // G, E), 1, 2)
 
-  if T < LONG:
+  if T < LONG or jax.device_count() > 1:
     out = together(q, k, v, visible)
   else:  # see `cache.attend_alone`
     out = lax.platform_dependent(

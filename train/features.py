@@ -109,17 +109,24 @@ def keep(
   )
   names = ["final" if tap == FINAL else str(tap) for tap in taps]
   paths = [place / f"tap_{name}.bfloat16" for name in names]
-  try:
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place / "lock", "a") as lock:
-      lock_file(lock, place)
-      (place / "about.json").write_text(json.dumps(about, indent=2) + "\n")
-      _write(paths, target, params, rows)
-  except OSError as error:
-    raise UserError(f"cannot write {place}: {error.strerror}") from error
+  size = shape[1] * shape[2] * 2  # bytes of a row
+  if any(_rows_in(path, size) != shape[0] for path in paths):
+    try:
+      place.mkdir(parents=True, exist_ok=True)
+      with open(place / "lock", "a") as lock:
+        lock_file(lock, place)
+        (place / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+        _write(paths, target, params, rows, size)
+    except OSError as error:
+      raise UserError(f"cannot write {place}: {error.strerror}") from error
   return Features(
     [np.memmap(path, ml_dtypes.bfloat16, "r", shape=shape) for path in paths]
   )
+
+
+def _rows_in(path: Path, size: int) -> float:
+  """Returns how many rows of `size` bytes a file holds."""
+  return path.stat().st_size / size if path.exists() else 0
 
 
 def _digest(rows: Sequence[Mapping[str, np.ndarray]]) -> str:
@@ -140,16 +147,14 @@ def _write(
   target: Model,
   params: PyTree,
   rows: Sequence[Mapping[str, np.ndarray]],
+  size: int,
 ) -> None:
-  """Appends to each file the rows it lacks."""
+  """Appends to each file the rows it lacks, of `size` bytes each."""
   T = len(rows[0]["tokens"])
-  size = T * target.config.width * 2
-  held = [path.stat().st_size // size if path.exists() else 0 for path in paths]
-  missing = [i for i, n in enumerate(held) if n < len(rows)]
-  if not missing:
-    return
-  done = min(held[i] for i in missing)
-  need = (len(rows) - done) * size * len(missing)
+  # A tap may be asked for twice; it is one file.
+  held = {path: int(_rows_in(path, size)) for path in paths}
+  start = min(held.values())
+  need = sum(len(rows) - n for n in held.values()) * size
   free = shutil.disk_usage(paths[0].parent).free
   if need > free:
     raise UserError(
@@ -161,7 +166,7 @@ def _write(
   )
   bar = tqdm(
     total=len(rows) * T,
-    initial=done * T,
+    initial=start * T,
     unit="tok",
     unit_scale=True,
     desc="states",
@@ -169,18 +174,19 @@ def _write(
   )
   with contextlib.ExitStack() as stack:
     stack.enter_context(bar)
-    files = {i: stack.enter_context(open(paths[i], "ab")) for i in missing}
-    for file in files.values():
-      file.truncate(done * size)
-    for start in range(done, len(rows), _ROWS):
-      some = rows[start : start + _ROWS]
+    files = {p: stack.enter_context(open(p, "ab")) for p in held}
+    for path, file in files.items():
+      file.truncate(held[path] * size)
+    for first in range(start, len(rows), _ROWS):
+      some = rows[first : first + _ROWS]
       few = [some[min(i, len(some) - 1)] for i in range(_ROWS)]
       batch = {
         name: np.stack([row[name] for row in few])
         for name in ("tokens", "segment_ids", "positions")
       }
       states = np.asarray(run(params, batch))[: len(some)]
-      for i, file in files.items():
-        file.write(np.ascontiguousarray(states[:, :, i]).tobytes())
+      for path, file in files.items():
+        new = states[max(0, held[path] - first) :, :, paths.index(path)]
+        file.write(np.ascontiguousarray(new).tobytes())
         file.flush()
       bar.update(len(some) * T)

@@ -72,12 +72,14 @@ def main() -> int | None:
     manifest = {
       "command": "train.generate",
       "config": launch.plain_dict(config),
+      "drafter": launch.plain_dict(config.drafter),
       "num_prompts": len(texts),
       "weights_sha256": hub.weights_hash(target),
       "tokenizer_sha256": target.hashes.get("tokenizer"),
       "environment": results.environment(),
     }
-    for name in ("weights_sha256", "tokenizer_sha256"):
+    # "auto" may have stood for another drafter when this file was begun.
+    for name in ("weights_sha256", "tokenizer_sha256", "drafter"):
       out.check_same(name, manifest[name])
     out.write_manifest(manifest)
     with launch.user_errors():

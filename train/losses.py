@@ -101,18 +101,14 @@ def acceptance(p: Array, q: Array) -> Array:
   return jnp.minimum(p, q).sum(-1)
 
 
-def _forward_kl(p: Law, q: Law, beta: float) -> Array:
-  """KL(p || q)."""
-  return (p.probs * (p.log_probs - q.log_probs)).sum(-1)
-
-
-def _forward_kl_of_logits(
+def _forward_kl(
   p: Law, draft: Array, temperature: float
 ) -> tuple[Array, Array]:
-  """Returns KL(p || q) and the acceptance, from the draft's logits.
+  """Returns KL(p || q) and `q`, from the draft's logits.
 
   Sums over the logits themselves: a quarter of the time of what goes through
-  log-probabilities.
+  log-probabilities. What the draft refuses costs `-LOG_FLOOR`; what it allows
+  costs what it costs, so that its gradient does not vanish.
   """
   logits, total, allowed = _with_total(draft, temperature)
   safe = jnp.where(allowed, logits, 0.0)
@@ -120,8 +116,7 @@ def _forward_kl_of_logits(
   outside = p.probs.sum(-1) - inside
   value = (p.probs * p.log_probs).sum(-1) - (p.probs * safe).sum(-1)
   value = value + inside * total[..., 0] - outside * LOG_FLOOR
-  q = jnp.exp(lax.stop_gradient(logits - total))
-  return value, acceptance(p.probs, q)
+  return value, jnp.exp(lax.stop_gradient(logits - total))
 
 
 def _reverse_kl(p: Law, q: Law, beta: float) -> Array:
@@ -146,12 +141,12 @@ def _tvd(p: Law, q: Law, beta: float) -> Array:
 
 
 # Name -> (p, q, beta) -> loss of each position.
-LOSSES: dict[str, Callable[[Law, Law, float], Array]] = {
-  "forward_kl": _forward_kl,
+_OF_LAWS: dict[str, Callable[[Law, Law, float], Array]] = {
   "reverse_kl": _reverse_kl,
   "jsd": _jsd,
   "tvd": _tvd,
 }
+LOSSES = ("forward_kl", *_OF_LAWS)
 
 
 def divergence(
@@ -167,7 +162,7 @@ def divergence(
   """Returns the loss and the acceptance of each position.
 
   Args:
-    name: a key of `LOSSES`.
+    name: one of `LOSSES`.
     target: `[..., V]` logits of the target, or their law if several drafts are
       compared with it; no gradient flows into it.
     draft: `[..., V]` logits of the draft.
@@ -198,14 +193,16 @@ def divergence(
     target = _where_counted(target, weights)
     p = law(target, temperature)
   p = lax.stop_gradient(p)
-  if name == "forward_kl" and not top_k:
-    value, alpha = _forward_kl_of_logits(p, draft, temperature)
-    return value * weights, alpha * weights
-  q = law(draft, temperature)
-  alpha = acceptance(p.probs, lax.stop_gradient(q.probs))
+  seen = p
   if top_k and not isinstance(target, Law):
-    p = lax.stop_gradient(law(keep_top(target, top_k), temperature))
-  return LOSSES[name](p, q, beta) * weights, alpha * weights
+    seen = lax.stop_gradient(law(keep_top(target, top_k), temperature))
+  if name == "forward_kl":
+    value, probs = _forward_kl(seen, draft, temperature)
+  else:
+    q = law(draft, temperature)
+    value = _OF_LAWS[name](seen, q, beta)
+    probs = lax.stop_gradient(q.probs)
+  return value * weights, acceptance(p.probs, probs) * weights
 
 
 def agreement(target: Array, draft: Array, weights: Array) -> Array:

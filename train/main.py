@@ -46,6 +46,8 @@ def _identity(config: ml_collections.ConfigDict, loaded: Any) -> dict[str, Any]:
   """Returns what a run is: target, configuration; not where it is run."""
   plain = launch.plain_dict(config)
   plain.pop("mesh")
+  # Where states lie changes nothing, that they are rounded does.
+  plain["data"]["features"] = bool(plain["data"]["features"])
   for part, names in _FREE.items():
     plain[part] = {k: v for k, v in plain[part].items() if k not in names}
   return {**plain, "target": trained.target_identity(loaded)}

@@ -75,7 +75,11 @@ def sum_pieces(
     raise ValueError(f"pieces of {size} positions do not divide {T}")
   parts = _Parts(params, learned, given, frozen)
   if size == T:
-    return _loss_first(function, parts)
+    parts = parts._replace(
+      given=lax.stop_gradient(given), frozen=lax.stop_gradient(frozen)
+    )
+    loss, sums = _loss_first(function, parts)
+    return loss, lax.stop_gradient(sums)
   return _sum(function, size, compact, parts, counted)
 
 
