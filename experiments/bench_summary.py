@@ -17,7 +17,7 @@ SUBTASKS = (
   "rag",
 )
 EDITING = "editing"
-# The case that the command's defaults give.
+# The case that the command's defaults give where no learned draft ships.
 DEFAULT = "lookup cost"
 
 _MARKERS = "<!-- spec-bench -->", "<!-- /spec-bench -->"

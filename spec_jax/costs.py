@@ -46,7 +46,8 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   to propose, and take one step at depth 0, 1, `K` and where the target's pass
   gets wider, in turn; depths between are interpolated. A tree of at most 8
   levels is measured at each. For a drafter that `catches_up`, one step is
-  also taken after some without a draft.
+  also taken after some without a draft. What a call takes for no step is
+  subtracted: it moves the state in and out, which the steps of a run share.
 
   Args:
     engine: an `Engine` whose policy needs costs.
@@ -91,9 +92,13 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
     edges = [d for n in programs.widths for d in (n - 1, n) if d <= K]
     depths = sorted({0, 1, K, *edges})
   times: dict[int, list[float]] = {d: [] for d in depths}
-  caught_up = []
+  caught_up: list[float] = []
+  calls: list[float] = []
   behind = take(state, 0, late)[0] if late else None
   for round_ in range(rounds + 1):  # the first warms up
+    seconds = take(state, 0, 0)[1]
+    if round_:
+      calls.append(seconds)
     for d in depths:
       seconds = take(state, d)[1]
       if round_:
@@ -102,10 +107,14 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
       seconds = take(behind, 1)[1]
       if round_:
         caught_up.append(seconds)
-  medians = np.maximum.accumulate([np.median(times[d]) for d in depths])
+  call = np.median(calls)
+  # Never below a tenth of what was measured, whatever else the machine did.
+  medians = np.maximum.accumulate(
+    [max(np.median(t) - call, np.median(t) / 10) for t in times.values()]
+  )
   costs = np.interp(np.arange(K + 1), depths, medians).tolist()
   if not drafter.catches_up:
     return costs
-  extra = (np.median(caught_up) - costs[1]) / late if late else 0.0
+  extra = (np.median(caught_up) - call - costs[1]) / late if late else 0.0
   # Never free: less than a thousandth of a step cannot be measured.
   return [*costs, max(float(extra), costs[0] / 1000)]

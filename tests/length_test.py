@@ -8,6 +8,7 @@ import pytest
 
 from spec_jax import length
 from spec_jax.base import Outcome
+from spec_jax.costs import measure_costs
 from spec_jax.engine import Engine
 from spec_jax.generate import Settings
 from spec_jax.programs import EngineConfig
@@ -292,6 +293,26 @@ def test_costs_are_measured_and_can_be_given_again():
   again = engine("cost", costs)
   assert texts(again) == first and again.costs == costs
   assert again.timing.measure_s == 0
+
+
+def test_what_a_call_takes_is_no_cost_of_a_step(monkeypatch):
+  """Steps of 1 + d seconds and .5 of catching up, in calls of 7 seconds."""
+  machine = engine("cost")
+  truly = machine.timed
+
+  def timed(program, copy, steps, until):
+    depth = int(copy.policy.force.max())
+    late = int(copy.policy.behind.max()) if depth else 0
+    out, _ = truly(program, copy, steps, until)  # the state is given away
+    return out, 7 + int(steps) * (1 + depth + late / 2)
+
+  def run(program, *args):
+    return timed(program, *args) if program is decode else truly(program, *args)
+
+  decode = machine.programs.decode
+  monkeypatch.setattr(machine, "timed", run)
+  found = measure_costs(machine)
+  np.testing.assert_allclose(found, [1, 2, 3, 4, 5, 0.5], rtol=1e-6)
 
 
 def test_costs_that_do_not_fit_are_refused():
