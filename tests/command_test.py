@@ -142,8 +142,12 @@ _MISTAKES = {
     "the draft's layers must be in [1, 2], got 3",
   ),
   "needless draft": (
-    ["--config.drafter.draft=target"],
+    ["--config.drafter.name=prompt_lookup", "--config.drafter.draft=target"],
     "drafter 'prompt_lookup' takes no draft model, got 'target'",
+  ),
+  "draft of nobody": (
+    ["--config.drafter.draft=target"],
+    "drafter.draft is 'target', but for which drafter?",
   ),
   "siblings": (
     [VANILLA, "--config.drafter.draft=1", "--config.drafter.siblings=x"],
