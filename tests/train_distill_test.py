@@ -29,6 +29,7 @@ _HELD = {
 def _config(**change):
   config = defaults.get_config()
   config.draft.layers = "1"
+  config.loss.chunk = 0
   for name, value in change.items():
     config.update_from_flattened_dict({name.replace("__", "."): value})
   return config
@@ -123,7 +124,11 @@ def test_a_draft_that_knows_some_words_proposes_no_other(
   expected = loaded.model.unembed(loaded.params, hidden)
   assert logits.shape == expected.shape
   np.testing.assert_allclose(
-    logits[:, :40], expected[:, :40], rtol=1e-2, atol=1e-2
+    logits[:, :40],
+    expected[:, :40],
+    rtol=1e-2,
+    # Packed, the output matrix's columns are rounded as the layers are.
+    atol=0.1 if held == "packed" else 1e-2,
   )
   assert (np.asarray(logits[:, 40:]) == -np.inf).all()
   both = [
