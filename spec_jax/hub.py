@@ -252,7 +252,7 @@ def weights_hash(source: Loaded | str | os.PathLike) -> str:
   """Returns the SHA-256 of a model's weight files, for a manifest.
 
   One file: of its bytes. Several: of the lines `<hash>  <name>`, as sha256sum
-  prints them, in order of name. Reads all of them, so ask only once.
+  prints them, in order of name. Each is read once, see `sha256_of`.
 
   Args:
     source: what `load` returned, or a folder or file.
@@ -265,11 +265,6 @@ def weights_hash(source: Loaded | str | os.PathLike) -> str:
   else:
     path = Path(source)
     files = (path,) if path.is_file() else _weight_files(path)
-  return hash_of(files)
-
-
-def hash_of(files: Iterable[Path]) -> str:
-  """Returns the SHA-256 of files, as `weights_hash` does."""
   hashes = [(path.name, sha256_of(path)) for path in sorted(files)]
   if len(hashes) == 1:
     return hashes[0][1]

@@ -5,8 +5,7 @@
 for: another quantisation of the same model is another target.
 """
 
-from collections.abc import Mapping, Sequence
-import functools
+from collections.abc import Mapping
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,20 +58,9 @@ def find(loaded: Loaded, kind: str) -> str | None:
     made_for = card["target"]
     # The hash reads all weights: only for a target of the same shape.
     if card["kind"] == kind and shape.items() <= made_for.items():
-      if _weights_of(loaded.files) == made_for["weights_sha256"]:
+      if hub.weights_hash(loaded) == made_for["weights_sha256"]:
         return str(path.parent)
   return None
-
-
-def _weights_of(files: Sequence[Path]) -> str:
-  """Returns the hash of a model's files, once for as long as they stay."""
-  stats = [(path, path.stat()) for path in map(Path, files)]
-  return _hash_once(tuple((p, s.st_size, s.st_mtime_ns) for p, s in stats))
-
-
-@functools.lru_cache(maxsize=8)
-def _hash_once(files: tuple) -> str:
-  return hub.hash_of([path for path, _, _ in files])
 
 
 def choose(loaded: Loaded) -> Choice:

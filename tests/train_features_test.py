@@ -71,6 +71,7 @@ def test_a_killed_writing_goes_on_and_a_tap_is_shared(tmp_path, monkeypatch):
 def test_a_tap_may_be_asked_for_twice_and_what_is_there_needs_no_lock(tmp_path):
   rows = train_rig.rows(6)
   kept = _keep(tmp_path, rows, taps=(1, 1, -1))
+  assert len(kept) == 6 and kept[0].shape[1] == 3
   _same([kept[i] for i in range(6)], _anew(rows, (1, 1, -1)))
   (place,) = tmp_path.iterdir()
   with open(place / "lock", "a") as held:
