@@ -293,6 +293,23 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     RunFolder(tmp_path / "file" / "a", {})
 
 
+def test_one_field_of_a_folder_may_grow(tmp_path):
+  def opened(length, other=0):
+    identity = {"run": {"length": length, "other": other}}
+    return RunFolder(tmp_path, identity, length="run.length")
+
+  for length, ended_at in ((2, None), (4, 2), (4, None), (8, 4)):
+    folder = opened(length)
+    assert folder.ended_at == ended_at
+    folder.begin()
+    folder.close()
+  assert folder.lengths == [2, 4]
+  with pytest.raises(UserError, match=r"run\.length = 8, not 4"):
+    opened(4)
+  with pytest.raises(UserError, match=r"run\.other = 0, not 1"):
+    opened(9, other=1)
+
+
 @pytest.mark.parametrize(
   "make, words",
   [

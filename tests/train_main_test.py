@@ -124,6 +124,24 @@ def test_a_run_ends_with_a_draft_and_goes_on_after_a_stop(train, run_folder):
   assert file.stat().st_size < 40_000
 
 
+def test_only_a_run_that_has_ended_is_prolonged(train, folder):
+  """Six steps of a cosine, then on at the middle of one of twelve."""
+  out = folder / "long"
+  longer = f"--out={out}", "--config.train.steps=12"
+  assert train(f"--out={out}", "--stop_after=3")[0] == 0
+  code, _, err = train(*longer)
+  assert code == 2 and "stands at step 3 of 6" in err
+  assert train(f"--out={out}")[0] == 0  # it was left as it was
+  code, _, err = train(*longer, "--config.optimizer.learning_rate=0.5")
+  assert code == 2 and "holds a run with optimizer.learning_rate" in err
+  assert train(*longer)[0] == 0
+  lines = [x for x in read_lines(out / "metrics.jsonl") if "loss" in x]
+  assert lines[-1]["step"] == 12
+  assert json.loads((out / "config.json").read_text())["prolonged_from"] == [6]
+  code, _, err = train(f"--out={out}")
+  assert code == 2 and "train.steps = 12, not 6" in err
+
+
 def test_states_kept_on_disk_train_the_same_draft(train, folder, run_folder):
   states = folder / "states"
   kept = f"--config.data.features={states}"

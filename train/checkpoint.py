@@ -15,6 +15,8 @@ from experiments.results import lock_file
 
 __all__ = ["Checkpoints", "RunFolder"]
 
+_LENGTHS = "prolonged_from"  # a run's earlier lengths, in its config.json
+
 
 class RunFolder:
   """A folder that one run owns; another configuration is refused.
@@ -22,14 +24,24 @@ class RunFolder:
   Attributes:
     path: of the folder.
     identity: of the run, as JSON gives it back.
+    lengths: of the run before it was prolonged, oldest first.
+    ended_at: how long it must be already, as it is to be prolonged now, or
+      None.
   """
 
-  def __init__(self, path: str | os.PathLike, identity: Mapping[str, Any]):
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    identity: Mapping[str, Any],
+    length: str = "",
+  ):
     """Makes and locks the folder.
 
     Args:
       path: of the folder.
       identity: what must be equal for the run to be resumed, as plain JSON.
+      length: the field (names joined by dots) that may be larger than in the
+        folder: the run is prolonged.
 
     Raises:
       UserError: one line, if it cannot be written, another run writes it, or
@@ -37,6 +49,9 @@ class RunFolder:
     """
     self.path = Path(path).expanduser().resolve()
     self.identity = json.loads(json.dumps(identity))
+    self.lengths: list[int] = []
+    self.ended_at: int | None = None
+    self._length = length
     self._file = self.path / "config.json"
     try:
       self.path.mkdir(parents=True, exist_ok=True)
@@ -59,7 +74,11 @@ class RunFolder:
       theirs = json.loads(self._file.read_text())
     except (OSError, ValueError) as error:
       raise UserError(f"{self._file} is damaged; give another --out") from error
+    self.lengths = theirs.pop(_LENGTHS, [])
     for name, old, new in _differences(theirs, self.identity):
+      if name == self._length and old < new:
+        self.ended_at = old
+        continue
       raise UserError(
         f"{self.path} holds a run with {name} = {old!r}, not {new!r}; give "
         "another --out or move it away"
@@ -67,10 +86,14 @@ class RunFolder:
 
   def begin(self) -> None:
     """Makes the folder this run's: all that could be wrong was checked."""
-    if not self._file.exists():
-      temporary = self._file.with_name("config.json.tmp")
-      temporary.write_text(json.dumps(self.identity, indent=2) + "\n")
-      os.replace(temporary, self._file)
+    if self._file.exists() and self.ended_at is None:
+      return
+    if self.ended_at is not None:
+      self.lengths.append(self.ended_at)
+    whole = self.identity | ({_LENGTHS: self.lengths} if self.lengths else {})
+    temporary = self._file.with_name("config.json.tmp")
+    temporary.write_text(json.dumps(whole, indent=2) + "\n")
+    os.replace(temporary, self._file)
 
   def close(self) -> None:
     """Lets another run have the folder."""

@@ -3,8 +3,10 @@
   python -m train.main --config=configs/distill.py --out=runs/draft
   python -m train.main --out=runs/draft --config.data.files='("answers.jsonl",)'
 
-The same command again goes on where the last one stopped. The best draft by
-tokens emitted per step lies in `OUT/best`:
+The same command again goes on where the last one stopped; with more
+`--config.train.steps` a run that has ended goes on to that length, its learning
+rate as if it had always been so long. The best draft by tokens emitted per step
+lies in `OUT/best`:
 
   python -m experiments.generate --config.drafter.name=vanilla \\
     --config.drafter.draft=runs/draft/best
@@ -122,7 +124,8 @@ def main() -> int | None:
       f"mesh's {mesh.shape['data']} row devices"
     )
   opened = launch.inspect(config.model, config)
-  folder = RunFolder(_OUT.value, _identity(config, opened.loaded))
+  identity = _identity(config, opened.loaded)
+  folder = RunFolder(_OUT.value, identity, length="train.steps")
   try:
     return _train(
       config, opened, recipe_file, optimizer, schedule, mesh, folder
@@ -157,9 +160,16 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
     "tokens": tokens,
     "environment": results.environment(),
   }
-  folder.begin()
   checkpoints = Checkpoints(folder.path / "checkpoints", config.train.keep)
   try:
+    if folder.ended_at not in (None, checkpoints.latest()):
+      raise UserError(
+        f"a run is prolonged when it has ended: {folder.path} stands at step "
+        f"{checkpoints.latest() or 0} of {folder.ended_at}"
+      )
+    folder.begin()
+    if folder.lengths:
+      info["prolonged_from"] = folder.lengths
     with launch.user_errors():
       best = loop.train(
         recipe,
