@@ -185,20 +185,30 @@ HEAD_WORDS = {"medusa_words": (0, 2), "eagle_words": (0, 2)}
 # Of two vocabularies: the draft is a table of four tokens.
 TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
 # Seconds of a step by depth: such that rows disagree about what pays.
-COSTS = [1.0, 1.45, 2.0, 2.4]
+COSTS = [1.0, 1.45, 2.0, 2.4, 2.9]
 
 
-def measure(model, params, draft_model, name, prompts, settings, chunk=256):
-  """Returns (laws by enumeration `[R, V ** NEW]`, steps)."""
-  name, judge, judge_options = VERIFIERS.get(name, (name, "token", {}))
-  name, how, policy_options = POLICIES.get(name, (name, "fixed", {}))
-  kind, options = DRAFTERS[name]
+def parts_of(name):
+  """Returns (base, verifier, its options, policy, its options) of a name."""
+  under, judge, judge_options = VERIFIERS.get(name, (name, "token", {}))
+  base, how, policy_options = POLICIES.get(under, (under, "fixed", {}))
+  return base, judge, judge_options, how, policy_options
+
+
+def prepare(model, params, draft_model, name):
+  """Returns (params, drafter, verify, length policy, its name) of a case.
+
+  Raises:
+    ValueError: if they do not go together.
+  """
+  base, judge, judge_options, how, policy_options = parts_of(name)
+  kind, options = DRAFTERS[base]
   case = cases.Case(kind, options)
   pair = draft_model, params.get("draft")
   target = model, params["target"]
-  if name in HEAD_WORDS:
+  if base in HEAD_WORDS:
     kind = drafters.takes_heads(kind, options)
-    draft_model, own = fakes.heads_of(kind, target, ids=HEAD_WORDS[name])
+    draft_model, own = fakes.heads_of(kind, target, ids=HEAD_WORDS[base])
   else:
     draft_model, own = case.draft_for(target, pair)
   if kernels.is_packed(params["target"]) and not kernels.is_packed(own):
@@ -209,8 +219,17 @@ def measure(model, params, draft_model, name, prompts, settings, chunk=256):
     params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
   verifier = verifiers.build(judge, drafter, **judge_options).verify
   policy = length.build(how, drafter.depth, **policy_options)
+  length.check(policy, drafter)
   if policy.needs_costs:
     params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}
+  return params, drafter, verifier, policy, how
+
+
+def measure(model, params, draft_model, name, prompts, settings, chunk=256):
+  """Returns (laws by enumeration `[R, V ** NEW]`, steps)."""
+  params, drafter, verifier, policy, how = prepare(
+    model, params, draft_model, name
+  )
   model = shown_to(drafter, model)
   init, _ = make_init(model, drafter, policy, slots=SLOTS, chunk=4)
   widths = () if how == "fixed" else (1, 2)
@@ -308,13 +327,18 @@ MODELS = {
 }
 
 
+def pair_of(kind):
+  """Returns (model, params, next_logits, draft model) of a target."""
+  model, params, next_logits, *other = MODELS[kind]()
+  return model, params, next_logits, other[0] if other else model
+
+
 def distances(kind, name, settings=tuple(SETTINGS), **options):
   """Returns for each setting the largest total variation over the prompts."""
-  model, params, next_logits, *other = MODELS[kind]()
+  model, params, next_logits, draft = pair_of(kind)
   cases = [(p, s) for p in PROMPTS for s in settings]
   prompts = [p for p, _ in cases]
   chosen = [SETTINGS[s] for _, s in cases]
-  draft = other[0] if other else model
   laws, steps = measure(model, params, draft, name, prompts, chosen, **options)
   assert steps <= NEW
   worst = dict.fromkeys(settings, 0.0)
