@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spec_jax import drafters, trained
+from spec_jax import drafters, shipped, trained
 from spec_jax.architecture import check_layers, shallow_config
 from spec_jax.hub import Loaded, weights_hash
 from spec_jax.public_heads import inspect_public, is_public
@@ -127,7 +127,7 @@ def open_folder(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft | None:
   """Opens a folder that holds a trained draft or published heads.
 
   Args:
-    path: perhaps such a folder.
+    path: perhaps such a folder, or the name of a draft that ships.
     loaded: the target; its weights need not be read yet.
 
   Returns:
@@ -136,6 +136,7 @@ def open_folder(path: str | os.PathLike, loaded: Loaded) -> TrainedDraft | None:
   Raises:
     LoadError: if it is one that cannot be used for this target.
   """
+  path = shipped.folder_of(path)
   if trained.is_trained(path):
     return inspect_trained(path, loaded)
   return inspect_public(path, loaded) if is_public(path) else None

@@ -7,15 +7,26 @@ for: another quantisation of the same model is another target.
 
 from collections.abc import Mapping
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spec_jax import drafters, hub, trained
 from spec_jax.hub import Loaded
 
-__all__ = ["ALONE", "AUTO", "Choice", "choose", "draft_for", "find"]
+__all__ = [
+  "ALONE",
+  "AUTO",
+  "Choice",
+  "choose",
+  "draft_for",
+  "find",
+  "folder_of",
+]
 
 _ASSETS = Path(__file__).parent / "assets"
+# Before the name of a draft here, which is the same on every machine.
+_PREFIX = "shipped:"
 # Stands for the best drafter that a target can have here without more files.
 AUTO = "auto"
 # The drafter that needs nothing, and the one that needs an EAGLE head.
@@ -33,7 +44,7 @@ class Choice(NamedTuple):
   Attributes:
     drafter: its name.
     options: its options.
-    draft: the folder of its draft, or None.
+    draft: the name of its draft, or None.
   """
 
   drafter: str
@@ -42,7 +53,9 @@ class Choice(NamedTuple):
 
 
 def find(loaded: Loaded, kind: str) -> str | None:
-  """Returns the folder of a target's shipped draft, or None.
+  """Returns the name of a target's shipped draft, or None.
+
+  For example `shipped:smollm2-135m-instruct/eagle`, see `folder_of`.
 
   Args:
     loaded: the target; its weights need not be read yet.
@@ -59,16 +72,33 @@ def find(loaded: Loaded, kind: str) -> str | None:
     # The hash reads all weights: only for a target of the same shape.
     if card["kind"] == kind and shape.items() <= made_for.items():
       if hub.weights_hash(loaded) == made_for["weights_sha256"]:
-        return str(path.parent)
+        return f"{_PREFIX}{path.parent.relative_to(_ASSETS).as_posix()}"
   return None
+
+
+def folder_of(name: str | os.PathLike) -> str | os.PathLike:
+  """Returns the folder of a shipped draft; another path as it is.
+
+  Raises:
+    LoadError: if no such draft ships.
+  """
+  if not str(name).startswith(_PREFIX):
+    return name
+  cards = _ASSETS.glob(f"*/*/{trained.CARD}")
+  names = [x.parent.relative_to(_ASSETS).as_posix() for x in sorted(cards)]
+  wanted = str(name).removeprefix(_PREFIX)
+  if wanted not in names:
+    there = ", ".join(_PREFIX + x for x in names)
+    raise hub.LoadError(f"no draft {str(name)!r} ships; there are {there}")
+  return _ASSETS / wanted
 
 
 def choose(loaded: Loaded) -> Choice:
   """Returns the drafter that `AUTO` stands for with a target."""
-  folder = find(loaded, "eagle")
-  if folder is None:
+  name = find(loaded, "eagle")
+  if name is None:
     return Choice(ALONE, {}, None)
-  return Choice(_WITH_HEAD, dict(_HEAD_OPTIONS), folder)
+  return Choice(_WITH_HEAD, dict(_HEAD_OPTIONS), name)
 
 
 def draft_for(

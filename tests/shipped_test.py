@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from spec_jax import shipped, trained
+from spec_jax import LoadError, shipped, trained
 from spec_jax.builtin import BUILTIN, sha256_of
 from spec_jax.safetensors_io import open_safetensors
 
@@ -39,3 +39,12 @@ def test_a_shipped_draft_is_what_its_card_says(path):
   for tensor in tensors.values():
     values = np.asarray(tensor.read(0, tensor.shape[0]), np.float32)
     assert np.isfinite(values).all() and values.any()
+
+
+def test_a_shipped_draft_has_a_name_that_holds_on_any_machine():
+  for path in _CARDS:
+    name = f"shipped:{path.parent.parent.name}/{path.parent.name}"
+    assert shipped.folder_of(name) == path.parent
+  assert shipped.folder_of("runs/eagle/best") == "runs/eagle/best"
+  with pytest.raises(LoadError, match=r"no draft .shipped:x/\.\./y. ships"):
+    shipped.folder_of("shipped:x/../y")

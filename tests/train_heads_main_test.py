@@ -365,7 +365,7 @@ def test_a_head_that_comes_with_the_package_is_the_default(
   assert done.code == 2 and "needs --config.drafter.draft" in done.err
   loaded = spec_jax.load(folder / "model")
   name, _, place = shipped.choose(loaded)
-  assert name == "merge" and place == str(tmp_path / "tiny" / "eagle")
+  assert name == "merge" and place == "shipped:tiny/eagle"
   small = {"batch_size": 1, "slots": 64}
   asked = {"settings": spec_jax.Settings(max_new_tokens=6), **small}
   plain = spec_jax.generate(loaded, "one", **asked)
