@@ -79,7 +79,7 @@ _COST, _INDEX = {"policy": "cost"}, {"corpus": CORPUS}
 _LOOKUP_AND = {"first": "prompt_lookup", "second": "recycling"}
 _LOOKUP_EAGLE = {
   "first": "prompt_lookup",
-  "second": "eagle(num_nodes=9, depth=4)",
+  "second": "eagle(num_nodes=8, depth=4)",
 }
 _CHAIN, _TREE = {"num_draft": 4}, {"tree": (4, 2, 1), "siblings": "top_k"}
 # Name -> keyword arguments of `make_engine`; a case is one line. Those whose

@@ -465,6 +465,8 @@ class Drafter(NamedTuple):
     depth: `K`.
     asks_policy: whether `propose` calls `context.extend`; drafters that copy
       have no law to show it.
+    fills: whether nearly every step proposes all the nodes it may: then one
+      width of the target's pass is enough.
     laws: how nodes are drawn where a row samples: some of IID,
       WITHOUT_REPLACEMENT and DETERMINISTIC.
     tables: numpy arrays that its functions find in `params["tables"]`, shared
@@ -487,6 +489,7 @@ class Drafter(NamedTuple):
   num_nodes: int
   depth: int
   asks_policy: bool = False
+  fills: bool = False
   laws: tuple[int, ...] = (DETERMINISTIC,)
   tables: PyTree = None
   vocabulary: str | None = None

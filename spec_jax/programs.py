@@ -219,7 +219,7 @@ def build_programs(
     lossy=verifier.lossy,
   )
   # A step that may propose nothing should then cost what plain decoding does.
-  always = config.policy == "fixed" and drafter.asks_policy
+  always = config.policy == "fixed" and drafter.fills
   more: dict[str, Any] = {
     "verifier": verifier.verify,
     "widths": () if always else _WIDTHS,

@@ -34,7 +34,7 @@ ALONE = "prompt_lookup"
 _WITH_HEAD = "merge"
 _HEAD_OPTIONS = {
   "first": "prompt_lookup",
-  "second": "eagle(num_nodes=9, depth=4)",
+  "second": "eagle(num_nodes=8, depth=4)",
 }
 
 

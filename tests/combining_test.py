@@ -1,5 +1,7 @@
 """Drafters inside drafters: specs, who serves a row, shared nodes, cascades."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,37 @@ def test_certain_nodes_of_one_text_are_shared(one, two, places):
   ]
   shared = places != [0, 3, 4]
   assert sorted(texts) == sorted(set(proposed) if shared else proposed)
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_what_is_not_wanted_goes_to_the_end(num):
+  """A chain of which `num` may be accepted, before another: as in a merge."""
+  one, two = chain_of([9, 5, 6, 7], num=num), chain_of([9, 6, 5])
+  both = merge.side_by_side(one, two, merge.share(one, two))
+  read = jnp.zeros((1, 6), bool).at[0, 5].set(num == 1)
+  both = dataclasses.replace(both, read=read)
+  after, moved = merge.wanted_first(both)
+  wanted = (after.acceptable | after.read)[0].tolist()
+  assert wanted == [False] + [True] * (num + 2) + [False] * (3 - num)
+  for name, x in dynamic_tree(after.parents).items():
+    assert (getattr(after, name) == x).all(), name
+
+  def texts(draft):
+    """Returns of each node its text, and whether it may be accepted."""
+    seen = np.asarray(draft.visible[0])
+    tokens = np.asarray(draft.tokens[0])
+    return [
+      (tokens[list(map(int, np.flatnonzero(path)))].tolist(), bool(ok))
+      for path, ok in zip(seen, draft.acceptable[0], strict=True)
+    ]
+
+  # A path that was moved is in another order only where nobody arrives.
+  there = moved[0].tolist()
+  assert sorted(there) == list(range(6))
+  for i, (text, ok) in enumerate(texts(both)):
+    new_text, new_ok = texts(after)[there[i]]
+    assert ok == new_ok and sorted(text) == sorted(new_text)
+    assert not ok or text == new_text
 
 
 def test_added_nodes_hang_at_the_root_and_are_refused():

@@ -146,6 +146,13 @@ DRAFTERS = {
       "second": "eagle(num_draft=2)",
     },
   ),
+  "merge_grown": (
+    "merge",
+    {
+      "first": "prompt_lookup(num_draft=2, min_ngram=2)",
+      "second": "eagle(num_nodes=5, depth=2, width=2)",
+    },
+  ),
   "cascade": (
     "cascade",
     {"inner": "prompt_lookup(num_draft=1)", "num_draft": 2},
@@ -179,6 +186,7 @@ ON_LAYERS = (
   "eagle_words",
   "eagle_wor",
   "merge_eagle",
+  "merge_grown",
 )
 # D14: heads that know some of the three tokens.
 HEAD_WORDS = {"medusa_words": (0, 2), "eagle_words": (0, 2)}

@@ -169,5 +169,6 @@ def grown(asks: Asked, *, num_nodes: int, depth: int, width: int) -> Drafter:
     num_nodes=num_nodes,
     depth=depth,
     asks_policy=True,
+    fills=True,
     catches_up=True,
   )

@@ -120,6 +120,7 @@ class _Cascade:
       num_nodes=depth + 1,
       depth=depth,
       asks_policy=True,
+      fills=True,
       laws=(IID,),
       catches_up=True,
     )

@@ -182,5 +182,6 @@ def build(
     num_nodes=N,
     depth=K,
     asks_policy=True,
+    fills=True,
     taps=(),
   )

@@ -4,6 +4,8 @@ Where both propose the same token after the same text, and both are certain of
 it, they share the node, so that either continuation can be followed.
 """
 
+import dataclasses
+
 from jax import lax
 import jax.numpy as jnp
 
@@ -59,6 +61,8 @@ def build(
     )
   N1, N2 = (d.num_nodes for d in parts.values())
   N, K = N1 + N2 - 1, max(d.depth for d in parts.values())
+  # A node that is drawn at random stays where its noise is.
+  certain = laws_of(parts) == (DETERMINISTIC,)
 
   def propose(params, noise, state, context: Context):
     one, one_carry = ask(parts, "first", params, noise, state, context)
@@ -66,21 +70,24 @@ def build(
       parts, "second", params, noise, state, context, first_node=N1
     )
     places = share(one, two)
-    return side_by_side(one, two, places), (
-      places,
-      (one, one_carry),
-      (two, two_carry),
-    )
+    draft = side_by_side(one, two, places)
+    where = jnp.broadcast_to(jnp.arange(N1)[None], one.tokens.shape), places
+    if certain:
+      shallow = draft.depths <= context.max_depth[:, None]
+      shallow = draft.acceptable & shallow
+      draft = dataclasses.replace(draft, acceptable=shallow)
+      draft, moved = wanted_first(draft)
+      where = moved[:, :N1], jnp.take_along_axis(moved, places, 1)
+    return draft, (where, (one, one_carry), (two, two_carry))
 
   def update(params, carry, draft, verdict, output):
     places, *proposed = carry
-    same = jnp.broadcast_to(jnp.arange(N1)[None], (places.shape[0], N1))
     return {
       name: tell(
         parts, name, params, own_carry, own, where, draft, verdict, output
       )
       for name, where, (own, own_carry) in zip(
-        parts, (same, places), proposed, strict=True
+        parts, places, proposed, strict=True
       )
     }
 
@@ -160,3 +167,47 @@ def side_by_side(one: Draft, two: Draft, places_BN: Array) -> Draft:
     ),
     read=read,
   )
+
+
+def wanted_first(draft: Draft) -> tuple[Draft, Array]:
+  """Moves what the target need not read to the end of each row's tree.
+
+  The target's pass ends with the last node that is wanted, so the nodes of one
+  drafter cost nothing in a step in which it proposes nothing.
+
+  Args:
+    draft: whose nodes are all certain: one drawn at random would part from its
+      noise, and from the siblings drawn before it.
+
+  Returns:
+    (the same tree, `[B, N]` int32 where each node of it lies now); nodes keep
+    their order otherwise, parents before children, siblings as they stood.
+  """
+  N = draft.tokens.shape[1]
+  wanted = (
+    draft.acceptable if draft.read is None else (draft.acceptable | draft.read)
+  )
+  wanted = wanted.at[:, 0].set(True)
+  wanted = (draft.visible & wanted[:, :, None]).any(1)  # and what is above
+  behind = wanted.sum(1, keepdims=True) + jnp.cumsum(~wanted, 1) - 1
+  moved = jnp.where(wanted, jnp.cumsum(wanted, 1) - 1, behind)
+  moved = moved.astype(jnp.int32)
+  old = jnp.argmax(moved[:, None] == jnp.arange(N)[None, :, None], 2)
+
+  def move(x, axis=1):
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = old.shape
+    return jnp.take_along_axis(x, old.reshape(shape), axis)
+
+  parents = move(draft.parents)
+  above = jnp.take_along_axis(moved, jnp.maximum(parents, 0), 1)
+  return Draft(
+    tokens=move(draft.tokens),
+    parents=jnp.where(parents < 0, parents, above),
+    depths=move(draft.depths),
+    visible=move(move(draft.visible), 2),
+    law=draft.law,
+    probs=draft.probs,
+    acceptable=move(draft.acceptable),
+    read=None if draft.read is None else move(draft.read),
+  ), moved

@@ -254,6 +254,7 @@ def build(
     num_nodes=N,
     depth=K,
     asks_policy=True,
+    fills=True,
     laws=(IID,),
     tables=tables_of(index, order),
     vocabulary=index.tokenizer,

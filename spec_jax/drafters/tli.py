@@ -126,6 +126,7 @@ def build(
     num_nodes=N,
     depth=num_draft,
     asks_policy=True,
+    fills=True,
     laws=(IID,),
     tables=stream.tables,
     catches_up=True,

@@ -130,6 +130,7 @@ class StaticTree:
       num_nodes=self.tree.num_nodes,
       depth=self.tree.depth,
       asks_policy=True,
+      fills=True,
       laws=(self.siblings,),
       catches_up=True,
     )
