@@ -478,6 +478,8 @@ class Drafter(NamedTuple):
     greedy_only: whether it is defined for greedy rows only.
     catches_up: whether it must read, when asked again, all tokens committed
       since it was asked last.
+    alternates: whether now one part serves a row and now another, so that
+      steps of one depth cost differently.
     taps: which of the target's hidden states it looks at: numbers of layers,
       () = the final normalised one, None = at none.
   """
@@ -497,6 +499,7 @@ class Drafter(NamedTuple):
   host_driven: bool = False
   greedy_only: bool = False
   catches_up: bool = False
+  alternates: bool = False
   taps: tuple[int, ...] | None = None
 
 

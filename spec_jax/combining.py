@@ -132,6 +132,7 @@ def combined(
     host_driven=any(d.host_driven for d in parts.values()),
     greedy_only=any(d.greedy_only for d in parts.values()),
     catches_up=any(d.catches_up for d in parts.values()),
+    alternates=any(d.alternates for d in parts.values()),
     taps=next(iter(taps), None),
   )
 

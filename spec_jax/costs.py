@@ -45,9 +45,11 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   Rows hold a prompt that repeats itself, so that every drafter has something
   to propose, and take one step at depth 0, 1, `K` and where the target's pass
   gets wider, in turn; depths between are interpolated. A tree of at most 8
-  levels is measured at each. For a drafter that `catches_up`, one step is
-  also taken after some without a draft. What a call takes for no step is
-  subtracted: it moves the state in and out, which the steps of a run share.
+  levels is measured at each. Where parts of a drafter serve by turns, so does a
+  prompt without repetition, and the dearer step counts: which part will serve
+  is not known when the depth is chosen. For a drafter that `catches_up`, one
+  step is also taken after some without a draft. What a call takes for no step
+  is subtracted: it moves the state in and out, which the steps of a run share.
 
   Args:
     engine: an `Engine` whose policy needs costs.
@@ -63,16 +65,23 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   late = _BEHIND if drafter.catches_up else 0
   num = max(2, min(_PROMPT, config.slots - K - late - 2))
   late = max(0, min(late, config.slots - num - K - 2))
-  period = min(_PERIOD, engine.model.config.vocab_size)
-  job = Job(
-    [i % period for i in range(num)],
-    Settings(max_new_tokens=K + late + 1, stop_ids=()),
-    (0,),
-  )
-  state = programs.empty()
-  for first in range(0, B, config.refill_rows):
-    rows = range(first, min(first + config.refill_rows, B))
-    state, _ = engine.read([job] * len(rows), rows, state, None)
+
+  def after_prompt(period):
+    """Returns the state of rows that have read `0, 1, .. period - 1, 0 ..`."""
+    period = min(period, engine.model.config.vocab_size)
+    job = Job(
+      [i % period for i in range(num)],
+      Settings(max_new_tokens=K + late + 1, stop_ids=()),
+      (0,),
+    )
+    state = programs.empty()
+    for first in range(0, B, config.refill_rows):
+      rows = range(first, min(first + config.refill_rows, B))
+      state, _ = engine.read([job] * len(rows), rows, state, None)
+    return state
+
+  periods = (_PERIOD, num) if drafter.alternates else (_PERIOD,)
+  states = [after_prompt(period) for period in periods]
 
   def take(state, depth, steps=1):
     """Returns (state, seconds) after steps of a copy at a depth."""
@@ -91,27 +100,29 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   else:
     edges = [d for n in programs.widths for d in (n - 1, n) if d <= K]
     depths = sorted({0, 1, K, *edges})
-  times: dict[int, list[float]] = {d: [] for d in depths}
+  times: dict[int, list[list[float]]] = {
+    d: [[] for _ in states] for d in depths
+  }
   caught_up: list[float] = []
   calls: list[float] = []
-  behind = take(state, 0, late)[0] if late else None
+  behind = take(states[-1], 0, late)[0] if late else None
   for round_ in range(rounds + 1):  # the first warms up
-    seconds = take(state, 0, 0)[1]
+    seconds = take(states[0], 0, 0)[1]
     if round_:
       calls.append(seconds)
     for d in depths:
-      seconds = take(state, d)[1]
-      if round_:
-        times[d].append(seconds)
+      for state, found in zip(states, times[d], strict=True):
+        seconds = take(state, d)[1]
+        if round_:
+          found.append(seconds)
     if late:
       seconds = take(behind, 1)[1]
       if round_:
         caught_up.append(seconds)
   call = np.median(calls)
   # Never below a tenth of what was measured, whatever else the machine did.
-  medians = np.maximum.accumulate(
-    [max(np.median(t) - call, np.median(t) / 10) for t in times.values()]
-  )
+  dearest = [max(np.median(t) for t in found) for found in times.values()]
+  medians = np.maximum.accumulate([max(t - call, t / 10) for t in dearest])
   costs = np.interp(np.arange(K + 1), depths, medians).tolist()
   if not drafter.catches_up:
     return costs

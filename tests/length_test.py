@@ -224,7 +224,8 @@ def test_what_is_out_of_range_is_named(name, options, message):
 
 def engine(policy, costs=None, drafter="vanilla", batch=2, **options):
   model, params = fakes.tiny()
-  draft = fakes.tiny(seed=1) if drafter == "vanilla" else (None, None)
+  asks = drafter in ("vanilla", "first_of")
+  draft = fakes.tiny(seed=1) if asks else (None, None)
   config = EngineConfig(
     drafter=drafter,
     policy=policy,
@@ -313,6 +314,29 @@ def test_what_a_call_takes_is_no_cost_of_a_step(monkeypatch):
   monkeypatch.setattr(machine, "timed", run)
   found = measure_costs(machine)
   np.testing.assert_allclose(found, [1, 2, 3, 4, 5, 0.5], rtol=1e-6)
+
+
+def test_the_dearer_part_is_measured_where_parts_serve_by_turns(monkeypatch):
+  """A prompt that repeats itself is served by lookup, another by the draft."""
+  machine = engine("cost", drafter="first_of")
+  truly, decode = machine.timed, machine.programs.decode
+
+  def run(program, *args):
+    if program is not decode:
+      return truly(program, *args)
+    copy, steps, _ = args
+    depth = int(copy.policy.force.max())
+    repeats = bool((copy.tokens[0, 8] == copy.tokens[0, 0]).all())
+    late = int(copy.policy.behind.max()) if depth else 0
+    out, _ = truly(program, *args)
+    each = 1 + depth * (1 if repeats else 3) + late / 2
+    return out, int(steps) * each
+
+  monkeypatch.setattr(machine, "timed", run)
+  found = measure_costs(machine)
+  depth = machine.depth
+  np.testing.assert_allclose(found[:-1], 1 + 3 * np.arange(depth + 1))
+  np.testing.assert_allclose(found[-1], 0.5)
 
 
 def test_costs_that_do_not_fit_are_refused():

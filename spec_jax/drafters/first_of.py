@@ -83,9 +83,10 @@ def build(
       )
     return state
 
-  return combined(
+  whole = combined(
     parts, propose, update, num_nodes=N, depth=K, laws=laws_of(parts)
   )
+  return whole._replace(alternates=True)
 
 
 def _choose(served_B, one: Draft, two: Draft) -> Draft:
