@@ -34,6 +34,8 @@ from spec_jax.work import Work, plan
 
 _ROWS = flags.DEFINE_integer("rows", 8, "Prompts that are decoded together.")
 
+flags.adopt_module_key_flags(spec_bench)  # for --help
+
 # Part of the runs of four tokens that may have stood there before.
 _VARIED = 0.2
 

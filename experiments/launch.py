@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 import contextlib
 import importlib.util
+import logging
 from pathlib import Path
 import re
 import sys
@@ -115,6 +116,8 @@ def prepare_jax() -> None:
     folder = builtin.cache_dir() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  # It tells of every back end that is not there.
+  logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager

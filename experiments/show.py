@@ -215,16 +215,26 @@ def trace_step(
   }
 
 
+def _mark(node: Mapping[str, Any]) -> str:
+  """Returns what became of a node, and the laws that decided it."""
+  if node["p"] is None:
+    return f"?(q={node['q']:.3f})"
+  sign = "+" if node["accepted"] else "-"
+  return f"{sign}(p={node['p']:.3f} q={node['q']:.3f})"
+
+
+def _place(node: Mapping[str, Any]) -> str:
+  """Returns "node<parent " where a node does not follow the one before it."""
+  if node["parent"] == node["node"] - 1:
+    return ""
+  return f"{node['node']}<{node['parent']} "
+
+
 def print_trace(record: Mapping[str, Any]) -> None:
   """Prints a prompt's steps, one line each."""
   for sample in record["samples"]:
     for number, step in enumerate(sample.get("trace", [])):
-      words = [
-        f"{n['text']!r}{'+' if n['accepted'] else '-'}"
-        f"(p={'?' if n['p'] is None else format(n['p'], '.3f')}"
-        f" q={n['q']:.3f})"
-        for n in step["drafted"]
-      ]
+      words = [f"{_place(n)}{n['text']!r}{_mark(n)}" for n in step["drafted"]]
       last = step["last"]
       print(
         f"step {number}: {' '.join(words) or 'no draft'} -> "

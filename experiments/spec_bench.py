@@ -35,7 +35,7 @@ from experiments import (
 from experiments.bench_engines import PLAIN, Bench
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings, drafters, metrics, trained
+from spec_jax import Settings, drafters, metrics, shipped, trained
 from spec_jax.engine import Finished
 from spec_jax.generate import make_engine
 from spec_jax.work import Work, plan
@@ -50,7 +50,8 @@ _CORPUS = flags.DEFINE_string(
 _DRAFTS = flags.DEFINE_string(
   "drafts",
   "",
-  "Folder of trained drafts, distill, medusa and eagle, for cases with one.",
+  "Folder of trained drafts, distill, medusa and eagle, for cases with one; "
+  "those that ship if not given.",
 )
 _QUESTIONS = flags.DEFINE_string(
   "questions", "", "Spec-Bench's question.jsonl (category, turns)."
@@ -213,11 +214,16 @@ def run_subtask(
 def trained_folder(name: str) -> str:
   """Returns the folder of "--drafts/NAME", or "" if there is none.
 
-  A run of `train.main` serves too: its best is taken.
+  A run of `train.main` serves too: its best is taken. Without the flag it is
+  the draft that ships for the model.
   """
+  own = name.removeprefix(f"{TRAINED}/")
   if not _DRAFTS.value:
-    return ""
-  folder = Path(_DRAFTS.value) / name.removeprefix(f"{TRAINED}/")
+    try:
+      return str(shipped.folder_of(f"shipped:{_MODEL.value}/{own}"))
+    except spec_jax.LoadError:
+      return ""
+  folder = Path(_DRAFTS.value) / own
   for place in (folder, folder / "best"):
     if (place / trained.CARD).is_file():
       return str(place)

@@ -166,10 +166,15 @@ class Engine:
     return self._costs
 
   def policy_report(self) -> dict[str, Any] | None:
-    """Returns what the length policy did so far; see `length.report`."""
-    if self._policy_state is None:
+    """Returns what the length policy did so far; see `length.report`.
+
+    None where a run was broken off inside a step, which takes its state along.
+    """
+    state = self._policy_state
+    gone = any(x.is_deleted() for x in jax.tree.leaves(state))
+    if state is None or gone:
       return None
-    return length.report(self.config.policy, self._policy_state, self._costs)
+    return length.report(self.config.policy, state, self._costs)
 
   @property
   def programs(self) -> Programs:

@@ -364,7 +364,8 @@ def report(
   alarm = None
   if taken.sum() and taken[0] > taken.sum() / 2:
     share = taken[0] / taken.sum()
-    first = "nothing was proposed"
+    asked = np.asarray(state.asks).sum() > 0
+    first = "nothing was proposed" if asked else "none was asked for"
     if rates and rates[0] is not None:
       first = (
         f"the first draft token is accepted {100 * rates[0]:.0f} % of times"

@@ -37,8 +37,10 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
   """Returns the ids of a prompt: text, ids as they are, or chat messages.
 
   Raises:
-    ValueError: if it is empty or there is no tokenizer for it.
+    ValueError: if it is empty, no prompt, or there is no tokenizer for it.
   """
+  if isinstance(prompt, Mapping):
+    raise ValueError("a prompt of messages is a list of them, got one alone")
   if not isinstance(prompt, str) and len(prompt) == 0:
     raise ValueError("a prompt is empty")
   if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):

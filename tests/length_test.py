@@ -267,7 +267,7 @@ def test_steps_that_do_not_pay_are_plain_steps():
   assert all(x.counts.steps == len(x.ids) for x in found)
   said = machine.policy_report()
   assert said["steps_at_depth"][0] == sum(x.counts.steps for x in found)
-  assert "nothing was proposed" in said["alarm"]
+  assert "none was asked for" in said["alarm"]
 
 
 def test_what_a_policy_knows_outlives_prompts_and_runs():

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+import signal
 import subprocess
 import sys
 
@@ -198,6 +199,33 @@ def test_nan_ends_the_run_and_keeps_what_was_saved(tmp_path, recipe):
   train_rig.train(tmp_path, recipe, loop.Schedule(8, save_every=3))
   end, _ = train_rig.last_state(tmp_path, recipe, 8)
   assert end.step == 8
+
+
+def test_ctrl_c_saves_the_step_under_way(tmp_path, recipe, monkeypatch, capsys):
+  """And the run that goes on is the run that was never stopped."""
+  truly = loop._Device.run
+
+  def run(device, batch):
+    if int(device.state.step) == 2:
+      signal.raise_signal(signal.SIGINT)
+    return truly(device, batch)
+
+  train_rig.train(tmp_path / "whole", recipe, loop.Schedule(5))
+  usual = signal.getsignal(signal.SIGINT)
+  with monkeypatch.context() as patch:
+    patch.setattr(loop._Device, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+      train_rig.train(tmp_path / "parts", recipe, loop.Schedule(5))
+  assert signal.getsignal(signal.SIGINT) is usual
+  assert "step 3 is saved" in capsys.readouterr().err
+  kept, _ = train_rig.last_state(tmp_path / "parts", recipe, 5)
+  assert kept.step == 3
+  train_rig.train(tmp_path / "parts", recipe, loop.Schedule(5))
+  found = [
+    train_rig.last_state(tmp_path / name, recipe, 5)[0]
+    for name in ("whole", "parts")
+  ]
+  assert found[0].step == 5 and fakes.same(*found)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(recipe):

@@ -315,7 +315,8 @@ def hold_out(
   """
   if not 0 <= count < len(examples):
     raise DataError(
-      f"{count} examples are to be held out, the data has {len(examples)}"
+      f"{count} examples are to be held out (eval.prompts), the data has "
+      f"{len(examples)}"
     )
   if not count:
     return list(examples), []

@@ -11,6 +11,7 @@ the run.
 from collections.abc import Callable, Mapping
 import dataclasses
 from pathlib import Path
+import sys
 import time
 from typing import Any
 
@@ -29,6 +30,7 @@ from train.data import Batches
 from train.on_policy import OnPolicyBatches
 from train.recipe import Recipe
 from train.report import Reporter
+from train.stopping import stop_asked
 
 __all__ = [
   "Diverged",
@@ -327,6 +329,8 @@ def train(
   Raises:
     Diverged: if loss or gradient are not finite; the last checkpoint and the
       best draft are kept.
+    KeyboardInterrupt: after Ctrl-C, with the step saved that was under way; a
+      second one does not wait for it.
   """
   transform, rate = optimizer.build(schedule.steps)
   state = make_state(recipe, transform, seed)
@@ -369,27 +373,32 @@ def train(
     return step == schedule.steps or bool(every and step % every == 0)
 
   try:
-    for step in range(done + 1, last + 1):
-      batches.before(step, device.state.params)
-      batch = next(batches)
-      metrics = device.run(batch)
-      settle()
-      pending = step, metrics, int((batch["segment_ids"] > 0).sum())
-      measured = due(step, schedule.eval_every)
-      saved = measured or step == last or due(step, schedule.save_every)
-      if measured or saved:
+    with stop_asked() as stop:
+      for step in range(done + 1, last + 1):
+        batches.before(step, device.state.params)
+        batch = next(batches)
+        metrics = device.run(batch)
         settle()
-      if measured:
-        seconds = time.perf_counter() - begin
-        card = {**(info or {}), "steps": step, "seconds": round(seconds, 1)}
-        best = _measure(recipe, device, step, best, out, reporter, card)
-      if saved:
-        kept = {
-          "data": batches.position(),
-          "best": best,
-          "seconds": time.perf_counter() - begin,
-        }
-        checkpoints.save(step, device.state, kept)
+        pending = step, metrics, int((batch["segment_ids"] > 0).sum())
+        measured = due(step, schedule.eval_every)
+        saved = measured or step == last or due(step, schedule.save_every)
+        saved = saved or stop.is_set()
+        if measured or saved:
+          settle()
+        if measured:
+          seconds = time.perf_counter() - begin
+          card = {**(info or {}), "steps": step, "seconds": round(seconds, 1)}
+          best = _measure(recipe, device, step, best, out, reporter, card)
+        if saved:
+          kept = {
+            "data": batches.position(),
+            "best": best,
+            "seconds": time.perf_counter() - begin,
+          }
+          checkpoints.save(step, device.state, kept)
+        if stop.is_set() and saved:
+          print(f"step {step} is saved", file=sys.stderr)
+          raise KeyboardInterrupt
     settle()
   finally:
     reporter.close()

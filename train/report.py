@@ -49,6 +49,8 @@ class Reporter:
     They are of a run that was killed after its last checkpoint, and come
     again.
     """
+    if done and not self._quiet:
+      print(f"goes on after step {done} of {steps}", file=sys.stderr)
     kept = [x for x in read_metrics(self._folder) if x["step"] <= done]
     path = self._folder / METRICS
     temporary = path.with_name(f"{METRICS}.tmp")
