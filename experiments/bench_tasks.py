@@ -43,6 +43,8 @@ def read_tasks(path: str, count: int) -> dict[str, list[tuple[str, str]]]:
     raise UserError(f"cannot read {path}: {error.strerror}") from error
   except (ValueError, TypeError, LookupError) as error:
     raise UserError(f"{path} is no question.jsonl: {error!r}") from error
+  if not any(found.values()):
+    raise UserError(f"{path} holds no question")
   picked = {task: pick(items, count) for task, items in found.items()}
   edits = prompt_files.read(
     (), prompt_files.root("experiments/edit_prompts.jsonl")

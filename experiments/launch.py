@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 import contextlib
+import errno
 import importlib.util
 import logging
+import os
 from pathlib import Path
 import re
 import sys
@@ -29,6 +31,11 @@ _DEVICE_FILES = (
   "/dev/kfd",
   "/dev/dxg",
 )
+# Of what cannot be written, wherever it strikes.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# With the other order XLA's CPU devices may wait for each other for ever where
+# a program has independent collectives.
+_ORDERED = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 class UserError(Exception):
@@ -90,6 +97,11 @@ def run(
       return main(words[1:]) if takes_files else main()
     except (UserError, hub.LoadError) as error:
       fail(str(error))
+    except OSError as error:
+      if error.errno not in _FULL:
+        raise
+      where = f" {error.filename}" if error.filename else ""
+      fail(f"cannot write{where}: {error.strerror}")
     except KeyboardInterrupt:
       print("\nstopped", file=sys.stderr)
       return 130
@@ -116,6 +128,9 @@ def prepare_jax() -> None:
     folder = builtin.cache_dir() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  given = os.environ.get("XLA_FLAGS", "")
+  if "host_platform_device_count" in given and _ORDERED not in given:
+    os.environ["XLA_FLAGS"] = f"{given} --{_ORDERED}=false"
   # It tells of every back end that is not there.
   logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 

@@ -374,6 +374,14 @@ def opened(command: str, key: Callable[[Mapping[str, Any]], Any], **more):
   Raises:
     UserError: if the questions or the file cannot be used.
   """
+  with launch.user_errors():
+    for temperature in _TEMPERATURES.value:
+      Settings(
+        temperature=temperature,
+        max_new_tokens=_TOKENS.value,
+        seed=_SEED.value,
+        stop_ids=(),
+      ).check(1)
   tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
   if not _OUT.value:
     raise UserError("give --out=FILE: it holds the lines, and resumes a run")

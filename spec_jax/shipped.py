@@ -6,7 +6,6 @@ for: another quantisation of the same model is another target.
 """
 
 from collections.abc import Mapping
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,18 +60,12 @@ def find(loaded: Loaded, kind: str) -> str | None:
     loaded: the target; its weights need not be read yet.
     kind: of the draft, as a card says: "layers", "medusa" or "eagle".
   """
-  config = loaded.model.config
-  shape = {
-    name: getattr(config, name, None)
-    for name in ("width", "num_layers", "vocab_size")
-  }
   for path in sorted(_ASSETS.glob(f"*/*/{trained.CARD}")):
-    card = json.loads(path.read_text("utf-8"))
-    made_for = card["target"]
-    # The hash reads all weights: only for a target of the same shape.
-    if card["kind"] == kind and shape.items() <= made_for.items():
-      if hub.weights_hash(loaded) == made_for["weights_sha256"]:
-        return f"{_PREFIX}{path.parent.relative_to(_ASSETS).as_posix()}"
+    try:
+      trained.read_card(path.parent, loaded, (kind,))
+    except hub.LoadError:
+      continue  # of another target, or it cannot be used
+    return f"{_PREFIX}{path.parent.relative_to(_ASSETS).as_posix()}"
   return None
 
 

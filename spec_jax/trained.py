@@ -165,6 +165,8 @@ def read_card(
   try:
     info = json.loads((folder / CARD).read_text("utf-8"))
     kind, file = info["kind"], folder / info["weights"]
+    if file.parent != folder:
+      raise ValueError(f"{info['weights']} lies elsewhere")
     if info["format"] != _FORMAT:
       raise LoadError(
         f"{folder} is a draft of format {info['format']}, this version reads "
@@ -182,7 +184,7 @@ def read_card(
     )
   # Cheap ones first, and those that say most.
   for name in ("vocab_size", "width", "num_layers"):
-    ours = getattr(loaded.model.config, name)
+    ours = getattr(loaded.model.config, name, None)
     _same(folder, theirs, name, ours, loaded.name)
   ours = loaded.hashes.get("tokenizer")
   _same(folder, theirs, "tokenizer_sha256", ours, loaded.name)

@@ -30,6 +30,10 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # Plots without a screen.
 os.environ.setdefault("MPLBACKEND", "agg")
 
+# As `launch.prepare_jax` does where there are several.
+_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_ORDER}".strip()
+
 import jax  # noqa: E402
 
 # Meshes up to 4 x 2, without an accelerator.

@@ -14,7 +14,8 @@ from tests import mesh_cases
 @pytest.fixture(scope="module")
 def found():
   """Runs the cases in a process with 8 fake devices."""
-  flag = "--xla_force_host_platform_device_count=8"
+  order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+  flag = f"--xla_force_host_platform_device_count=8 {order}"
   root = str(Path(__file__).resolve().parent.parent)
   env = {
     **os.environ,

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from spec_jax import LoadError, shipped, trained
+from spec_jax import LoadError, hub, shipped, trained
 from spec_jax.builtin import BUILTIN, sha256_of
 from spec_jax.safetensors_io import open_safetensors
+from tests import fakes
 
 _CARDS = sorted(shipped._ASSETS.glob(f"*/*/{trained.CARD}"))
 
@@ -39,6 +40,17 @@ def test_a_shipped_draft_is_what_its_card_says(path):
   for tensor in tensors.values():
     values = np.asarray(tensor.read(0, tensor.shape[0]), np.float32)
     assert np.isfinite(values).all() and values.any()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"target": null}'])
+def test_a_damaged_card_is_nobodys(tmp_path, monkeypatch, text):
+  """The default is then the drafter that needs no draft."""
+  (tmp_path / "other" / "eagle").mkdir(parents=True)
+  (tmp_path / "other" / "eagle" / trained.CARD).write_text(text)
+  monkeypatch.setattr(shipped, "_ASSETS", tmp_path)
+  model, params = fakes.tiny()
+  loaded = hub.Loaded(model, params, None, {}, "tiny", {}, (), ())
+  assert shipped.choose(loaded) == (shipped.ALONE, {}, None)
 
 
 def test_a_shipped_draft_has_a_name_that_holds_on_any_machine():

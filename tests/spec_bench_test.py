@@ -85,6 +85,7 @@ def test_categories_of_mt_bench_are_one_subtask(tmp_path):
     ("{", "is no question.jsonl"),
     ('{"category": "qa", "turns": []}', "is no question.jsonl"),
     ("3", "is no question.jsonl"),
+    ("\n", "holds no question"),
   ],
 )
 def test_a_file_without_questions_is_refused(tmp_path, text, message):
@@ -119,6 +120,23 @@ def bench(model, tmp_path, monkeypatch, capsys):
     )
 
   return run
+
+
+@pytest.mark.parametrize(
+  "word",
+  [
+    "--temperatures=nan",
+    "--temperatures=-1",
+    "--max_new_tokens=0",
+    "--seed=-1",
+  ],
+)
+def test_numbers_out_of_range_are_refused_before_anything(
+  bench, tmp_path, word
+):
+  done = bench(word)
+  assert done.code == 2 and "must be" in done.err
+  assert not (tmp_path / "x.jsonl").exists()
 
 
 def test_a_run_measures_resumes_and_adds_cases(bench, tmp_path):

@@ -179,6 +179,19 @@ def test_packed_lines_are_lines(pack, loaded, tmp_path):
     data.read_examples((str(path),), loaded, length=8)
 
 
+def test_all_streams_of_a_packed_file_are_read(loaded, tmp_path):
+  """And what is none of its streams is no reason to stop early."""
+  line = json.dumps({"prompt_ids": [1, 2], "ids": [9, 8]}) + "\n"
+  one = lzma.compress(line.encode())
+  path = tmp_path / "x.JSONL.xz"
+  path.write_bytes(one + bytes(4) + one + one)
+  assert len(data.read_examples((str(path),), loaded, length=8)) == 3
+  for tail in (b"garbage", b"\xff" + one[1:]):
+    path.write_bytes(one + tail)
+    with pytest.raises(data.DataError, match=r"cannot read .*x\.JSONL"):
+      data.read_examples((str(path),), loaded, length=8)
+
+
 def test_raw_prompts_without_the_template(loaded, tmp_path):
   pair = {"prompt": "ab", "answer": "cd"}
   (example,) = _read(loaded, tmp_path, pair, template=False)

@@ -321,6 +321,20 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     RunFolder(tmp_path / "file" / "a", {})
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{", "\x00"])
+def test_a_damaged_configuration_of_a_run_is_said(tmp_path, text):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(UserError, match="is damaged"):
+    RunFolder(tmp_path, {})
+
+
+@pytest.mark.parametrize("text", ["xx", "[1]", '{"loss": 3}'])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, text):
+  (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{text}\n')
+  with pytest.raises(ValueError, match="line 2 is no metric"):
+    read_metrics(tmp_path)
+
+
 def test_one_field_of_a_folder_may_grow(tmp_path):
   def opened(length, other=0):
     identity = {"run": {"length": length, "other": other}}

@@ -142,6 +142,22 @@ def test_only_a_run_that_has_ended_is_prolonged(train, folder):
   assert code == 2 and "train.steps = 12, not 6" in err
 
 
+def test_a_prolongation_that_fails_leaves_the_run_as_it_was(
+  train, folder, run_folder, tmp_path
+):
+  whole = (folder / "chats.jsonl").read_text()
+  held = (run_folder / "config.json").read_text()
+  changed = tmp_path / "chats.jsonl"
+  changed.write_text(whole.replace('"three three"', '"three four"'))
+  try:
+    changed.replace(folder / "chats.jsonl")
+    code, _, err = train(f"--out={run_folder}", "--config.train.steps=11")
+  finally:
+    (folder / "chats.jsonl").write_text(whole)
+  assert code == 2 and "the data has changed" in err
+  assert (run_folder / "config.json").read_text() == held
+
+
 def test_states_kept_on_disk_train_the_same_draft(train, folder, run_folder):
   states = folder / "states"
   kept = f"--config.data.features={states}"

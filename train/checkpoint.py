@@ -72,11 +72,12 @@ class RunFolder:
       return
     try:
       theirs = json.loads(self._file.read_text())
-    except (OSError, ValueError) as error:
+      self.lengths = theirs.pop(_LENGTHS, [])
+    except (OSError, ValueError, AttributeError, TypeError) as error:
       raise UserError(f"{self._file} is damaged; give another --out") from error
-    self.lengths = theirs.pop(_LENGTHS, [])
     for name, old, new in _differences(theirs, self.identity):
-      if name == self._length and old < new:
+      longer = name == self._length and type(old) is type(new) and old < new
+      if longer:
         self.ended_at = old
         continue
       raise UserError(

@@ -101,10 +101,10 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
     for name, page in sorted(topics.topics.items()):
       yield f"help page {name}", page
-  elif re.search(r"\.jsonl?(\.gz|\.xz)?$", path.name):
+  elif re.search(r"\.jsonl?(\.gz|\.xz)?$", path.name, re.IGNORECASE):
     for number, record in _json_lines(path):
       yield f"{source} line {number}", record
-  elif path.is_file() or path.suffix == ".txt":
+  elif path.is_file() or path.suffix.lower() == ".txt":
     whole = _read_text(path)
     if whole.strip():
       yield source, whole
@@ -118,11 +118,23 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
     )
 
 
-_UNPACK = {".gz": gzip.decompress, ".xz": lzma.decompress}
+def _unpack_xz(packed: bytes) -> bytes:
+  """Unpacks all streams of a file; `lzma.decompress` ends at what is none."""
+  parts = []
+  while packed:
+    stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    parts.append(stream.decompress(packed))
+    if not stream.eof:
+      raise EOFError("it ends in the middle")
+    packed = stream.unused_data.lstrip(b"\0")  # padding between streams
+  return b"".join(parts)
+
+
+_UNPACK = {".gz": gzip.decompress, ".xz": _unpack_xz}
 
 
 def _read_text(path: Path) -> str:
-  unpack = _UNPACK.get(path.suffix, bytes)
+  unpack = _UNPACK.get(path.suffix.lower(), bytes)
   try:
     text = unpack(path.read_bytes()).decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -308,6 +308,7 @@ def train(
   seed: int = 0,
   mesh: Mesh | None = None,
   info: Mapping[str, Any] | None = None,
+  begin: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
   """Trains from the last checkpoint, or from the start.
 
@@ -322,6 +323,7 @@ def train(
     seed: of initial parameters and of the steps' keys.
     mesh: of axes 'data' and 'model', or None.
     info: for the draft's card.
+    begin: called when all is read and nothing was written yet.
 
   Returns:
     The best measurement: "step" and what `Recipe.measure` said.
@@ -340,10 +342,14 @@ def train(
   found = checkpoints.restore(device.state)
   if found is not None:
     device.state, kept = found
+    if not {"data", "best", "seconds"} <= set(kept or ()):
+      raise ValueError("the last checkpoint is damaged: it names no data")
     batches.restore(kept["data"])
     best, done = kept["best"], int(device.state.step)
     seconds = kept["seconds"]
-  begin = time.perf_counter() - seconds
+  if begin is not None:
+    begin()
+  since = time.perf_counter() - seconds
   last = min(schedule.stop_after or schedule.steps, schedule.steps)
   reporter.start(done, schedule.steps)
   pending: tuple[int, dict[str, Array], int] | None = None
@@ -386,14 +392,14 @@ def train(
         if measured or saved:
           settle()
         if measured:
-          seconds = time.perf_counter() - begin
+          seconds = time.perf_counter() - since
           card = {**(info or {}), "steps": step, "seconds": round(seconds, 1)}
           best = _measure(recipe, device, step, best, out, reporter, card)
         if saved:
           kept = {
             "data": batches.position(),
             "best": best,
-            "seconds": time.perf_counter() - begin,
+            "seconds": time.perf_counter() - since,
           }
           checkpoints.save(step, device.state, kept)
         if stop.is_set() and saved:

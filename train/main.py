@@ -167,9 +167,9 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
         f"a run is prolonged when it has ended: {folder.path} stands at step "
         f"{checkpoints.latest() or 0} of {folder.ended_at}"
       )
-    folder.begin()
-    if folder.lengths:
-      info["prolonged_from"] = folder.lengths
+    lengths = [*folder.lengths, folder.ended_at]
+    if any(lengths):
+      info["prolonged_from"] = [x for x in lengths if x]
     with launch.user_errors():
       best = loop.train(
         recipe,
@@ -182,6 +182,7 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
         seed=config.seed,
         mesh=mesh,
         info=info,
+        begin=folder.begin,
       )
   finally:
     checkpoints.close()

@@ -24,8 +24,14 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
     lines = (Path(folder) / METRICS).read_text("utf-8").split("\n")
   except FileNotFoundError:
     return []
-  for line in lines[:-1]:
-    found.append(json.loads(line))
+  for number, line in enumerate(lines[:-1], 1):
+    try:
+      found.append(json.loads(line))
+      found[-1]["step"]  # what its readers go by
+    except (ValueError, TypeError, KeyError) as error:
+      raise ValueError(
+        f"{Path(folder) / METRICS} line {number} is no metric of a run"
+      ) from error
   return found
 
 
