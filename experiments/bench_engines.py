@@ -10,9 +10,10 @@ from experiments import show
 import spec_jax
 from spec_jax import metrics, rows
 from spec_jax.base import SpecState
+from spec_jax.costs import measure_costs, typical_length
 from spec_jax.engine import Engine, Finished
 from spec_jax.generate import make_engine
-from spec_jax.requests import slots_for
+from spec_jax.requests import Job, slots_for
 from spec_jax.work import Work
 
 PLAIN = "plain"
@@ -64,6 +65,9 @@ class Bench:
         **self.cases[case],
       )
       self._engines[case, slots] = engine
+      if engine.programs.policy.needs_costs:
+        length = typical_length(self.jobs_of(slots))
+        engine.set_costs(measure_costs(engine, tokens=length))
       job = self.work.jobs[0]
       short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
       job = job._replace(ids=job.ids[:_WARM_UP], settings=short)
@@ -73,8 +77,15 @@ class Bench:
 
   def slots(self, numbers: Sequence[int]) -> int:
     """Returns the size of the cache that a subtask's prompts need."""
-    jobs = [self.work.jobs[n] for n in numbers]
-    wanted = max(len(j.ids) + j.settings.max_new_tokens for j in jobs)
+    return max(self._slots_of(self.work.jobs[n]) for n in numbers)
+
+  def jobs_of(self, slots: int) -> list[Job]:
+    """Returns the jobs that need a cache of this size, all if none does."""
+    found = [job for job in self.work.jobs if self._slots_of(job) == slots]
+    return found or list(self.work.jobs)
+
+  def _slots_of(self, job: Job) -> int:
+    wanted = len(job.ids) + job.settings.max_new_tokens
     fits = [size for size in _SLOTS if size >= wanted]
     context = self.loaded.model.config.max_length
     return min(fits[0] if fits else slots_for(wanted), context)

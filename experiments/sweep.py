@@ -24,7 +24,7 @@ from absl import flags
 from experiments import launch, prompts as prompt_files, results, timing
 import spec_jax
 from spec_jax import Settings, metrics
-from spec_jax.costs import measure_costs
+from spec_jax.costs import measure_costs, typical_length
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine, run
 from spec_jax.work import Work, plan
@@ -117,7 +117,8 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
     if depth and depth not in costs:
       options = {"num_draft": depth}
       costs[depth] = measure_costs(
-        make(drafter=_LOOKUP, options=options, policy="cost")
+        make(drafter=_LOOKUP, options=options, policy="cost"),
+        tokens=typical_length(work.jobs),
       )
   for engine in engines.values():
     if engine.programs.policy.needs_costs:

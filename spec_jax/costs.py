@@ -13,7 +13,8 @@ from spec_jax.requests import Job
 from spec_jax.settings import Settings
 
 _PERIOD = 8  # tokens after which the measured prompt repeats
-_PROMPT = 48
+_PROMPT = 48  # at least
+_READ = 4096  # tokens read to measure, all rows together
 # Up to this depth every depth is measured where the draft is no chain.
 _EVERY = 8
 # Tokens a draft model is left behind to measure what catching up costs.
@@ -39,7 +40,15 @@ def check_costs(costs: Sequence[float], drafter: Drafter) -> None:
     )
 
 
-def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
+def typical_length(jobs: Sequence[Job]) -> int:
+  """Returns the mean of the jobs' lengths in the middle of their answers."""
+  lengths = [len(x.ids) + x.settings.max_new_tokens // 2 for x in jobs]
+  return int(np.mean(lengths)) if lengths else _PROMPT
+
+
+def measure_costs(
+  engine: Any, rounds: int = 5, tokens: int = _PROMPT
+) -> list[float]:
   """Measures steps of a full batch by depth, and what catching up costs.
 
   Rows hold a prompt that repeats itself, so that every drafter has something
@@ -54,6 +63,8 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   Args:
     engine: an `Engine` whose policy needs costs.
     rounds: steps at each depth; the median counts.
+    tokens: of a row's text, see `typical_length`; attention costs more behind
+      a long one, and more so for a wide pass. At most 4096 in all rows.
 
   Returns:
     `K + 1` seconds, not falling, and for a drafter that catches up the seconds
@@ -63,7 +74,8 @@ def measure_costs(engine: Any, rounds: int = 5) -> list[float]:
   drafter = programs.drafter
   K, B = drafter.depth, config.batch_size
   late = _BEHIND if drafter.catches_up else 0
-  num = max(2, min(_PROMPT, config.slots - K - late - 2))
+  num = max(_PROMPT, min(tokens, _READ // B))
+  num = max(2, min(num, config.slots - K - late - 2))
   late = max(0, min(late, config.slots - num - K - 2))
 
   def after_prompt(period):

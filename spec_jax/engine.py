@@ -25,7 +25,12 @@ from spec_jax.base import (
   SpecInfo,
   SpecState,
 )
-from spec_jax.costs import check_costs, measure_costs, num_costs
+from spec_jax.costs import (
+  check_costs,
+  measure_costs,
+  num_costs,
+  typical_length,
+)
 from spec_jax.programs import (
   EngineConfig,
   Program,
@@ -327,7 +332,8 @@ class Engine:
     if self._programs.policy.needs_costs and self._costs is None:
       timing, compiled = self.timing, self._programs.compiled()[0]
       begun = time.perf_counter()
-      self.set_costs(measure_costs(self))
+      length = typical_length(jobs)
+      self.set_costs(measure_costs(self, tokens=length))
       spent = time.perf_counter() - begun
       self.timing = timing
       self._add_time(

@@ -155,7 +155,7 @@ def cost(
   *,
   probe: int = 32,
   budget: float = 0.02,
-  margin: float = 0.02,
+  margin: float = 0.05,
   memory: float = 50.0,
   prior: float = 0.7,
 ) -> LengthPolicy:
@@ -178,7 +178,7 @@ def cost(
     probe: steps without a draft after which one is tried, at least.
     budget: fraction of the time that such tries may take.
     margin: drafting must promise so much more than not drafting, as a
-      fraction.
+      fraction: what costs and chances are uncertain by.
     memory: chances after which an estimate has forgotten all but 1/e.
     prior: chance of acceptance before anything is known.
 
