@@ -158,6 +158,7 @@ def cost(
   margin: float = 0.05,
   memory: float = 50.0,
   prior: float = 0.7,
+  carry: float = 0.3,
 ) -> LengthPolicy:
   """Builds the policy that drafts as deep as pays, down to not at all.
 
@@ -181,6 +182,8 @@ def cost(
       fraction: what costs and chances are uncertain by.
     memory: chances after which an estimate has forgotten all but 1/e.
     prior: chance of acceptance before anything is known.
+    carry: weight of what is known of a row at its next prompt: after one
+      without use for drafts the next shall soon have its own say.
 
   Raises:
     ValueError: if a number is out of range.
@@ -197,6 +200,8 @@ def cost(
     raise ValueError(f"memory must be above 1, got {memory}")
   if not 0 < prior < 1:
     raise ValueError(f"prior must be in (0, 1), got {prior}")
+  if not 0 <= carry <= 1:
+    raise ValueError(f"carry must be in [0, 1], got {carry}")
   keep, weight = 1 - 1 / memory, 2.0  # the prior counts as so many chances
 
   def init(batch):
@@ -269,7 +274,13 @@ def cost(
     update,
     needs_costs=True,
     restart=lambda state: dataclasses.replace(
-      state, behind=jnp.zeros_like(state.behind)
+      state,
+      hits=state.hits * carry,
+      chances=state.chances * carry,
+      asks=state.asks * carry,
+      offers=state.offers * carry,
+      widens=state.widens * carry,
+      behind=jnp.zeros_like(state.behind),
     ),
   )
 

@@ -158,6 +158,25 @@ def test_a_draft_that_fell_behind_is_asked_again_at_the_next_prompt():
   assert depths(policy, state, costs) == [0]
 
 
+def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():
+  """Of 50 chances none was taken; a copy costs a tenth of a step."""
+  policy = length.cost(3)
+  state = policy.init(1).replace(
+    chances=jnp.array([[50.0, 0.0, 0.0]]), asks=jnp.array([50.0])
+  )
+  state = state.replace(offers=state.asks, widens=state.asks)
+  costs = [1.0, 1.1, 1.1, 1.1]
+  assert depths(policy, state, costs) == [0]
+  state = policy.restart(state)
+  assert depths(policy, state, costs) == [3]
+  np.testing.assert_allclose(state.chances, [[15.0, 0, 0]])
+  # Two prompts of use are not forgotten at the third.
+  state = state.replace(hits=jnp.array([[25.0, 0, 0]]))
+  state = state.replace(chances=jnp.array([[50.0, 0, 0]]))
+  after = policy.restart(policy.restart(state))
+  assert 0.5 < float(after.hits[0, 0] / after.chances[0, 0]) + 0.01 < 0.52
+
+
 def test_cost_counts_rows_that_have_nothing_to_propose():
   """One row of eight proposes in half of the steps: a wide pass for one."""
   policy = length.cost(1, margin=0.02)
@@ -206,6 +225,7 @@ def test_done_rows_have_no_say():
     ("cost", {"probe": 0}, "probe must be at least 1"),
     ("cost", {"budget": 0.0}, "budget must be in"),
     ("cost", {"margin": -1.0}, "margin must be at least 0"),
+    ("cost", {"carry": 1.5}, r"carry must be in \[0, 1\]"),
     ("cost", {"memory": 1.0}, "memory must be above 1"),
     ("cost", {"prior": 1.0}, "prior must be in"),
     ("confidence", {"threshold": 1.1}, "threshold must be in"),
