@@ -181,7 +181,8 @@ def cost(
     margin: drafting must promise so much more than not drafting, as a
       fraction: what costs and chances are uncertain by.
     memory: chances after which an estimate has forgotten all but 1/e.
-    prior: chance of acceptance before anything is known.
+    prior: chance of acceptance before anything is known, of this row or of
+      the others.
     carry: weight of what is known of a row at its next prompt: after one
       without use for drafts the next shall soon have its own say.
 
@@ -220,12 +221,19 @@ def cost(
       force=zeros - 1,
     )
 
+  def estimate(hits, chances, before):
+    """Returns each row's rate: its own, begun with that of the other rows."""
+    other_hits = hits.sum(0, keepdims=True) - hits
+    other_chances = chances.sum(0, keepdims=True) - chances
+    pooled = (other_hits + weight * before) / (other_chances + weight)
+    return (hits + weight * pooled) / (chances + weight)
+
   def max_depth(state, running, costs):
-    chance = (state.hits + weight * prior) / (state.chances + weight)
+    chance = estimate(state.hits, state.chances, prior)
     more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
-    offer = (state.offers + weight) / (state.asks + weight)
+    offer = estimate(state.offers, state.asks, 1.0)
     offer = jnp.where(running, offer, 0)
-    wide = (state.widens + weight) / (state.asks + weight)
+    wide = estimate(state.widens, state.asks, 1.0)
     wide = jnp.where(running, wide, 0)
     rows = running.sum()
     plain, deep = costs[0], costs[1 : depth + 1]

@@ -177,6 +177,20 @@ def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():
   assert 0.5 < float(after.hits[0, 0] / after.chances[0, 0]) + 0.01 < 0.52
 
 
+def test_a_row_begins_with_what_the_others_know():
+  """One bad step of 16 rows is enough; of one row it is not."""
+  policy = length.cost(2)
+  costs = [1.0, 1.5, 1.5]
+  for rows, expected in ((1, 2), (16, 0)):
+    state = policy.init(rows)
+    assert set(depths(policy, state, costs)) == {2}
+    refused = [[True, False]] * rows
+    state = policy.update(
+      state, outcome([2] * rows, refused, [[False, False]] * rows)
+    )
+    assert set(depths(policy, state, costs)) == {expected}
+
+
 def test_cost_counts_rows_that_have_nothing_to_propose():
   """One row of eight proposes in half of the steps: a wide pass for one."""
   policy = length.cost(1, margin=0.02)
