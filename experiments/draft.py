@@ -7,7 +7,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments import show
 from experiments.launch import (
   UserError,
   inspect,
@@ -80,14 +79,10 @@ def choose_drafter(config: ConfigDict, target: hub.Inspected) -> dict[str, Any]:
     UserError: see `drafter_options`.
   """
   own, options = config.drafter, drafter_options(config.drafter)
-  named, own.name = own.name, _name_of(own)
-  if named == shipped.AUTO != own.name:
-    show.note(f"drafter auto: {own.name}, which takes the options given")
+  own.name = _name_of(own)
   if own.name == shipped.AUTO:
     own.name, options, draft = shipped.choose(target.loaded)
     own.update(options)
-    if draft is None:
-      show.note(f"drafter auto: {own.name}; no draft ships for this model")
   elif own.draft:
     return options
   else:
