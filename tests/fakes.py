@@ -253,7 +253,7 @@ class Rig:
     if policy is None:
       policy = length.fixed(drafter.depth if depth is None else depth)
     if policy.needs_costs:  # A draft pays, a deep one a little less.
-      costs = np.linspace(1.0, 1.2, drafter.depth + 1 + drafter.catches_up)
+      costs = np.linspace(1.0, 1.1, drafter.depth + 1 + drafter.catches_up)
       self.params["costs"] = jnp.asarray(costs, jnp.float32)
     shown = shown_to(drafter, self.model)
     init, resume = rows_lib.make_init(
