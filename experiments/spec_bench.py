@@ -78,10 +78,6 @@ TRAINED_DRAFTS = _DISTILLED, _MEDUSA, _EAGLE = tuple(
 )
 _COST, _INDEX = {"policy": "cost"}, {"corpus": CORPUS}
 _LOOKUP_AND = {"first": "prompt_lookup", "second": "recycling"}
-_LOOKUP_EAGLE = {
-  "first": "prompt_lookup",
-  "second": "eagle(num_nodes=8, depth=4)",
-}
 _CHAIN, _TREE = {"num_draft": 4}, {"tree": (4, 2, 1), "siblings": "top_k"}
 # Name -> keyword arguments of `make_engine`; a case is one line. Those whose
 # drafter has no file, or needs what is not there, are left out and said.
@@ -130,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
   "lookup and eagle": {
     "drafter": "merge",
     "draft": _EAGLE,
-    "options": _LOOKUP_EAGLE,
+    "options": shipped.HEAD_OPTIONS,
   },
   "lookup and eagle 16": {
     "drafter": "merge",
@@ -141,7 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
     **_COST,
     "drafter": "merge",
     "draft": _EAGLE,
-    "options": _LOOKUP_EAGLE,
+    "options": shipped.HEAD_OPTIONS,
   },
 }
 

@@ -6,12 +6,19 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.base import Array, Context, Drafter, Model, Tree
+from spec_jax.base import Array, Context, Draft, Drafter, Model, Tree
 
 
 def root_token(context: Context) -> Array:
   """Returns `[B, 1]`, the last committed token of each row."""
   return jnp.take_along_axis(context.tokens, (context.length - 1)[:, None], 1)
+
+
+def wanted(draft: Draft) -> Array:
+  """Returns `[B, N]` bool, nodes that the target must read besides the root."""
+  if draft.read is None:
+    return draft.acceptable
+  return draft.acceptable | draft.read
 
 
 def static_tree(tree: Tree, batch: int) -> dict[str, Array]:

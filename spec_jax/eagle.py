@@ -104,7 +104,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
   if not 0 < found[0] < found[1] < found[2]:
     raise ValueError(
       f"a target of {num_layers} layers has no three to look at by default: "
-      "name them (draft.taps)"
+      "name them (taps)"
     )
   return found
 

@@ -171,15 +171,10 @@ class Engine:
     return self._costs
 
   def policy_report(self) -> dict[str, Any] | None:
-    """Returns what the length policy did so far; see `length.report`.
-
-    None where a run was broken off inside a step, which takes its state along.
-    """
-    state = self._policy_state
-    gone = any(x.is_deleted() for x in jax.tree.leaves(state))
-    if state is None or gone:
+    """Returns what the length policy did so far; see `length.report`."""
+    if self._policy_state is None:
       return None
-    return length.report(self.config.policy, state, self._costs)
+    return length.report(self.config.policy, self._policy_state, self._costs)
 
   @property
   def programs(self) -> Programs:
@@ -340,10 +335,13 @@ class Engine:
         measure_s=spent - (self._programs.compiled()[0] - compiled)
       )
     state = self._programs.empty()
+    # Copies: a step takes its state along, also one that is broken off.
     if self._policy_state is not None:
-      state = dataclasses.replace(state, policy=self._policy_state)
+      policy = jax.tree.map(jnp.copy, self._policy_state)
+      state = dataclasses.replace(state, policy=policy)
     if self._draft_state is not None:
-      state = dataclasses.replace(state, draft=self._draft_state)
+      draft = jax.tree.map(jnp.copy, self._draft_state)
+      state = dataclasses.replace(state, draft=draft)
     if on_trace is None:  # so that no prompt waits for a compile
       limits = jnp.int32(0), jnp.int32(0)
       self._programs.decode.prepare(self.params, state, *limits)

@@ -16,6 +16,7 @@ from spec_jax.hub import Loaded
 __all__ = [
   "ALONE",
   "AUTO",
+  "HEAD_OPTIONS",
   "Choice",
   "choose",
   "draft_for",
@@ -31,7 +32,7 @@ AUTO = "auto"
 # The drafter that needs nothing, and the one that needs an EAGLE head.
 ALONE = "prompt_lookup"
 _WITH_HEAD = "merge"
-_HEAD_OPTIONS = {
+HEAD_OPTIONS = {
   "first": "prompt_lookup",
   "second": "eagle(num_nodes=8, depth=4)",
 }
@@ -91,7 +92,7 @@ def choose(loaded: Loaded) -> Choice:
   name = find(loaded, "eagle")
   if name is None:
     return Choice(ALONE, {}, None)
-  return Choice(_WITH_HEAD, dict(_HEAD_OPTIONS), name)
+  return Choice(_WITH_HEAD, dict(HEAD_OPTIONS), name)
 
 
 def draft_for(

@@ -37,6 +37,7 @@ from spec_jax.base import (
   Verdict,
 )
 from spec_jax.cache import commit, empty_block
+from spec_jax.drafting import wanted
 from spec_jax.nodes import at_node, take_nodes
 from spec_jax.sampling import (
   add_counts,
@@ -193,13 +194,6 @@ def make_step(
   return spec_step
 
 
-def _wanted(draft: Draft) -> Array:
-  """Returns `[B, N]` bool, nodes that the target must read besides the root."""
-  if draft.read is None:
-    return draft.acceptable
-  return draft.acceptable | draft.read
-
-
 def _score(
   model: Model,
   params: Any,
@@ -245,7 +239,7 @@ def _score(
   operands = params, cache, draft.tokens, positions, draft.visible
   if len(sizes) == 1:
     return read(N, operands)
-  needed = 1 + jnp.where(_wanted(draft), jnp.arange(N)[None], 0).max()
+  needed = 1 + jnp.where(wanted(draft), jnp.arange(N)[None], 0).max()
   index = (needed > jnp.array(sizes[:-1])).sum()
   return lax.switch(
     index, [functools.partial(read, n) for n in sizes], operands
@@ -342,7 +336,7 @@ def _outcome(
     running=running,
     chance=chance & live,
     accepted=(there >= 0) & live,
-    widened=_wanted(draft).any(-1),
+    widened=wanted(draft).any(-1),
     num_tokens=kept.num_tokens,
   )
 

@@ -313,6 +313,27 @@ def test_what_a_policy_knows_outlives_prompts_and_runs():
   assert sum(after) > sum(before) > 0
 
 
+def test_a_run_broken_off_inside_a_step_takes_nothing_along(monkeypatch):
+  """Ctrl-C while the device works: the engine keeps a state of its own."""
+  machine = engine("cost", [1.0, 1.1, 1.2, 1.3, 1.4, 0.01])
+  list(machine.run(JOBS))
+  before = machine.policy_report()
+  truly, decode = machine.timed, machine.programs.decode
+
+  def stopped(program, *args):
+    out = truly(program, *args)
+    if program is decode:
+      raise KeyboardInterrupt
+    return out
+
+  with monkeypatch.context() as patch:
+    patch.setattr(machine, "timed", stopped)
+    with pytest.raises(KeyboardInterrupt):
+      list(machine.run(JOBS))
+  assert machine.policy_report() == before
+  assert texts(machine) == texts(engine("fixed", drafter="none"))
+
+
 def test_costs_are_measured_and_can_be_given_again():
   machine = engine("cost")
   first = texts(machine)

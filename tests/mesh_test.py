@@ -14,8 +14,8 @@ from tests import mesh_cases
 @pytest.fixture(scope="module")
 def found():
   """Runs the cases in a process with 8 fake devices."""
-  order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-  flag = f"--xla_force_host_platform_device_count=8 {order}"
+  given = os.environ["XLA_FLAGS"]  # what conftest.py sets
+  flag = f"{given} --xla_force_host_platform_device_count=8"
   root = str(Path(__file__).resolve().parent.parent)
   env = {
     **os.environ,

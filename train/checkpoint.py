@@ -24,7 +24,7 @@ class RunFolder:
   Attributes:
     path: of the folder.
     identity: of the run, as JSON gives it back.
-    lengths: of the run before it was prolonged, oldest first.
+    lengths: that the run had before it was prolonged, oldest first.
     ended_at: how long it must be already, as it is to be prolonged now, or
       None.
   """
@@ -78,7 +78,7 @@ class RunFolder:
     for name, old, new in _differences(theirs, self.identity):
       longer = name == self._length and type(old) is type(new) and old < new
       if longer:
-        self.ended_at = old
+        self.ended_at, self.lengths = old, [*self.lengths, old]
         continue
       raise UserError(
         f"{self.path} holds a run with {name} = {old!r}, not {new!r}; give "
@@ -89,8 +89,6 @@ class RunFolder:
     """Makes the folder this run's: all that could be wrong was checked."""
     if self._file.exists() and self.ended_at is None:
       return
-    if self.ended_at is not None:
-      self.lengths.append(self.ended_at)
     whole = self.identity | ({_LENGTHS: self.lengths} if self.lengths else {})
     temporary = self._file.with_name("config.json.tmp")
     temporary.write_text(json.dumps(whole, indent=2) + "\n")

@@ -167,9 +167,8 @@ def _train(config, opened, recipe_file, optimizer, schedule, mesh, folder):
         f"a run is prolonged when it has ended: {folder.path} stands at step "
         f"{checkpoints.latest() or 0} of {folder.ended_at}"
       )
-    lengths = [*folder.lengths, folder.ended_at]
-    if any(lengths):
-      info["prolonged_from"] = [x for x in lengths if x]
+    if folder.lengths:
+      info["prolonged_from"] = folder.lengths
     with launch.user_errors():
       best = loop.train(
         recipe,

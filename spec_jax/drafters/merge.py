@@ -19,6 +19,7 @@ from spec_jax.combining import (
   laws_of,
   tell,
 )
+from spec_jax.drafting import wanted
 
 takes_draft, takes_heads = either_takes_draft, either_takes_heads
 
@@ -74,8 +75,7 @@ def build(
     where = jnp.broadcast_to(jnp.arange(N1)[None], one.tokens.shape), places
     if certain:
       shallow = draft.depths <= context.max_depth[:, None]
-      shallow = draft.acceptable & shallow
-      draft = dataclasses.replace(draft, acceptable=shallow)
+      draft = dataclasses.replace(draft, acceptable=draft.acceptable & shallow)
       draft, moved = wanted_first(draft)
       where = moved[:, :N1], jnp.take_along_axis(moved, places, 1)
     return draft, (where, (one, one_carry), (two, two_carry))
@@ -184,13 +184,10 @@ def wanted_first(draft: Draft) -> tuple[Draft, Array]:
     their order otherwise, parents before children, siblings as they stood.
   """
   N = draft.tokens.shape[1]
-  wanted = (
-    draft.acceptable if draft.read is None else (draft.acceptable | draft.read)
-  )
-  wanted = wanted.at[:, 0].set(True)
-  wanted = (draft.visible & wanted[:, :, None]).any(1)  # and what is above
-  behind = wanted.sum(1, keepdims=True) + jnp.cumsum(~wanted, 1) - 1
-  moved = jnp.where(wanted, jnp.cumsum(wanted, 1) - 1, behind)
+  first = wanted(draft).at[:, 0].set(True)
+  first = (draft.visible & first[:, :, None]).any(1)  # and what is above
+  behind = first.sum(1, keepdims=True) + jnp.cumsum(~first, 1) - 1
+  moved = jnp.where(first, jnp.cumsum(first, 1) - 1, behind)
   moved = moved.astype(jnp.int32)
   old = jnp.argmax(moved[:, None] == jnp.arange(N)[None, :, None], 2)
 
