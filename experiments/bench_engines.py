@@ -10,7 +10,6 @@ from experiments import show
 import spec_jax
 from spec_jax import metrics, rows
 from spec_jax.base import SpecState
-from spec_jax.costs import measure_costs, typical_length
 from spec_jax.engine import Engine, Finished
 from spec_jax.generate import make_engine
 from spec_jax.requests import Job, slots_for
@@ -66,8 +65,7 @@ class Bench:
       )
       self._engines[case, slots] = engine
       if engine.programs.policy.needs_costs:
-        length = typical_length(self.jobs_of(slots))
-        engine.set_costs(measure_costs(engine, tokens=length))
+        engine.measure_costs(self.jobs_of(slots))
       job = self.work.jobs[0]
       short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
       job = job._replace(ids=job.ids[:_WARM_UP], settings=short)

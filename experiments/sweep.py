@@ -24,7 +24,6 @@ from absl import flags
 from experiments import launch, prompts as prompt_files, results, timing
 import spec_jax
 from spec_jax import Settings, metrics
-from spec_jax.costs import measure_costs, typical_length
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine, run
 from spec_jax.work import Work, plan
@@ -113,16 +112,13 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
   engines = {PLAIN: make()} | {n: make(**case) for n, case in chosen().items()}
   costs: dict[int, list[float]] = {}
   for engine in engines.values():
-    depth = engine.depth
-    if depth and depth not in costs:
-      options = {"num_draft": depth}
-      costs[depth] = measure_costs(
-        make(drafter=_LOOKUP, options=options, policy="cost"),
-        tokens=typical_length(work.jobs),
-      )
-  for engine in engines.values():
     if engine.programs.policy.needs_costs:
-      engine.set_costs(costs[engine.depth])
+      costs[engine.depth] = engine.measure_costs(work.jobs)
+  for engine in engines.values():
+    if engine.depth and engine.depth not in costs:
+      options = {"num_draft": engine.depth}
+      measured = make(drafter=_LOOKUP, options=options, policy="cost")
+      costs[engine.depth] = measured.measure_costs(work.jobs)
   counts: dict[str, metrics.Counts] = {}
   emitted: dict[str, int] = {}
   texts: dict[str, dict[int, list[int]]] = {}

@@ -515,6 +515,8 @@ class LengthPolicy(NamedTuple):
     update: `update(state, outcome) -> state`.
     extend: `extend(state, law_BnV) -> [B, n]` bool, see `Context`; or None.
     needs_costs: whether `max_depth` reads `costs`.
+    follows: whether costs that were measured are followed while an engine
+      decodes; needs `state` to be a `length.CostState`.
     restart: `restart(state) -> state`, for rows that begin another prompt; None
       = they go on.
   """
@@ -524,4 +526,5 @@ class LengthPolicy(NamedTuple):
   update: Callable
   extend: Callable | None = None
   needs_costs: bool = False
+  follows: bool = False
   restart: Callable | None = None

@@ -48,7 +48,7 @@ def typical_length(jobs: Sequence[Job]) -> int:
 
 def measure_costs(
   engine: Any, rounds: int = 5, tokens: int = _PROMPT
-) -> list[float]:
+) -> tuple[list[float], float]:
   """Measures steps of a full batch by depth, and what catching up costs.
 
   Rows hold a prompt that repeats itself, so that every drafter has something
@@ -67,8 +67,8 @@ def measure_costs(
       a long one, and more so for a wide pass. At most 4096 in all rows.
 
   Returns:
-    `K + 1` seconds, not falling, and for a drafter that catches up the seconds
-    of one token of it.
+    (`K + 1` seconds, not falling, and for a drafter that catches up the seconds
+    of one token of it; seconds that a call takes for no step).
   """
   programs, config = engine.programs, engine.config
   drafter = programs.drafter
@@ -137,7 +137,7 @@ def measure_costs(
   medians = np.maximum.accumulate([max(t - call, t / 10) for t in dearest])
   costs = np.interp(np.arange(K + 1), depths, medians).tolist()
   if not drafter.catches_up:
-    return costs
+    return costs, float(call)
   extra = (np.median(caught_up) - call - costs[1]) / late if late else 0.0
   # Never free: less than a thousandth of a step cannot be measured.
-  return [*costs, max(float(extra), costs[0] / 1000)]
+  return [*costs, max(float(extra), costs[0] / 1000)], float(call)

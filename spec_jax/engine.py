@@ -31,6 +31,7 @@ from spec_jax.costs import (
   num_costs,
   typical_length,
 )
+from spec_jax.following import LOOK_STEPS, CostFollower, forced, seen
 from spec_jax.programs import (
   EngineConfig,
   Program,
@@ -151,6 +152,7 @@ class Engine:
         ),
       )
     self._costs: list[float] | None = None
+    self._follower: CostFollower | None = None
     if costs is not None:
       self.set_costs(costs)
     # What the length policy knows outlives a run, and what a drafter keeps.
@@ -167,14 +169,22 @@ class Engine:
 
   @property
   def costs(self) -> list[float] | None:
-    """See the argument; None if not needed or not yet measured."""
+    """See the argument; None if not needed or not yet measured.
+
+    Those that were measured are followed while the engine decodes, if the
+    policy wants that.
+    """
     return self._costs
 
   def policy_report(self) -> dict[str, Any] | None:
     """Returns what the length policy did so far; see `length.report`."""
     if self._policy_state is None:
       return None
-    return length.report(self.config.policy, self._policy_state, self._costs)
+    name, follower = self.config.policy, self._follower
+    said = length.report(name, self._policy_state, self._costs)
+    if said is None or follower is None:
+      return said
+    return said | follower.report()
 
   @property
   def programs(self) -> Programs:
@@ -182,7 +192,7 @@ class Engine:
     return self._programs
 
   def set_costs(self, costs: Sequence[float]) -> None:
-    """Says what steps cost; see the argument `costs`.
+    """Says what steps cost, for good; see the argument `costs`.
 
     Raises:
       ValueError: if the policy takes none, their number is wrong, or one is not
@@ -191,6 +201,23 @@ class Engine:
     if not self._programs.policy.needs_costs:
       raise ValueError(f"length policy {self.config.policy!r} takes no costs")
     check_costs(costs, self._programs.drafter)
+    self._follower = None
+    self._put_costs(costs)
+
+  def measure_costs(self, jobs: Sequence[Job]) -> list[float]:
+    """Measures what steps cost behind texts as long as the jobs'.
+
+    Returns:
+      `costs`.
+    """
+    costs, call_s = measure_costs(self, tokens=typical_length(jobs))
+    self.set_costs(costs)
+    # Hosts that each believe their own clock would draft differently.
+    if self._programs.policy.follows and jax.process_count() == 1:
+      self._follower = CostFollower(costs, self.depth, call_s)
+    return costs
+
+  def _put_costs(self, costs: Sequence[float]) -> None:
     self._costs = [float(x) for x in costs]
     new = jnp.asarray(self._costs, jnp.float32)
     self.params["costs"] = jax.device_put(new, self.params["costs"].sharding)
@@ -222,45 +249,6 @@ class Engine:
         setting is one that this engine was not made for.
     """
     check_job(job, self.config, self.model.config.max_length)
-
-  def _check_start(self, start: SpecState, jobs: Sequence[Job]) -> None:
-    """Checks that a state can be continued by the jobs.
-
-    Raises:
-      ValueError: if it comes from another configuration, holds no drafter
-        state of this kind, or its text does not begin a job's prompt.
-    """
-    want = jax.eval_shape(self._programs.empty)
-
-    def describe(x):
-      return [
-        (jax.tree_util.keystr(path), (leaf.shape[1:], leaf.dtype))
-        if leaf.ndim != 5
-        else (jax.tree_util.keystr(path), (leaf.shape[2:], leaf.dtype))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(x)
-      ]
-
-    have, need = dict(describe(start)), dict(describe(want))
-    if have != need:
-      wrong = sorted(k for k in {*have, *need} if have.get(k) != need.get(k))[0]
-      raise ValueError(
-        f"this state cannot be continued here: {wrong} is {have.get(wrong)}, "
-        f"needed is {need.get(wrong)} (the drafter, the cache size and the "
-        f"settings in use must be the same)"
-      )
-    if start.length.shape[0] != 1:
-      raise ValueError(
-        f"a state to continue has one row, this one has "
-        f"{start.length.shape[0]}; see rows.take_rows"
-      )
-    held = int(start.target.length[0])
-    text = np.asarray(start.tokens[0, :held]).tolist()
-    for job in jobs:
-      if len(job.ids) <= held or list(job.ids[:held]) != text:
-        raise ValueError(
-          f"a prompt of {len(job.ids)} tokens does not continue the state's "
-          f"{held} tokens"
-        )
 
   def prefix(self, ids: Sequence[int]) -> SpecState:
     """Reads a prefix once; pass the result to `run` as `start`.
@@ -313,7 +301,8 @@ class Engine:
     for job in jobs:
       self.check(job)
     if start is not None:
-      self._check_start(start, jobs)
+      want = jax.eval_shape(self._programs.empty)
+      rows_lib.check_start(start, want, [job.ids for job in jobs])
     return self._run(jobs, start, on_tokens, on_trace, keep_state)
 
   def _run(self, jobs, start, on_tokens, on_trace, keep_state):
@@ -327,8 +316,7 @@ class Engine:
     if self._programs.policy.needs_costs and self._costs is None:
       timing, compiled = self.timing, self._programs.compiled()[0]
       begun = time.perf_counter()
-      length = typical_length(jobs)
-      self.set_costs(measure_costs(self, tokens=length))
+      self.measure_costs(jobs)
       spent = time.perf_counter() - begun
       self.timing = timing
       self._add_time(
@@ -375,13 +363,8 @@ class Engine:
         taken = 1
       else:
         wanted = 1 if fresh or not step_s else int(look_s / step_s)
-        (state, taken), seconds = self.timed(
-          self._programs.decode,
-          state,
-          jnp.int32(min(max(wanted, 1), _MAX_STEPS)),
-          jnp.int32(until),
-        )
-        taken = int(taken)
+        wanted = min(max(wanted, 1), _MAX_STEPS)
+        state, taken, seconds = self._decode(state, wanted, until)
       self._add_time(decode_s=seconds)
       if taken:
         step_s = seconds / taken
@@ -407,6 +390,26 @@ class Engine:
           if self._programs.drafter.keep is not None:
             self._draft_state = jax.tree.map(jnp.copy, state.draft)
           yield finished
+
+  def _decode(self, state, wanted, until):
+    """Takes steps; returns (state, how many, seconds)."""
+    follower, program = self._follower, self._programs.decode
+    limits = jnp.int32(wanted), jnp.int32(until)
+    if follower is None:
+      (state, taken), seconds = self.timed(program, state, *limits)
+      return state, int(taken), seconds
+    depth, before = follower.look(), seen(state.policy)
+    if depth is None:
+      (state, taken), seconds = self.timed(program, state, *limits)
+    else:
+      limits = jnp.int32(LOOK_STEPS), limits[1]
+      (state, taken), seconds = self.timed(
+        program, forced(state, depth), *limits
+      )
+      state = forced(state, -1)
+    if follower.add(seconds, before, seen(state.policy), depth is not None):
+      self._put_costs(follower.costs())
+    return state, int(taken), seconds
 
   def _collect(self, state, row, index, keep_state) -> Finished:
     def get(x):

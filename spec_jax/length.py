@@ -131,8 +131,13 @@ class CostState:
     idle: `[B]` int32, steps since any row of the batch drafted.
     asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
       was proposed.
+    reads_at: `[B, K + 1]` int32, steps of the whole batch by the depth of its
+      deepest draft, 0 where the target read the roots alone; the same in each
+      row.
     behind: `[B]` int32, tokens of the row's text committed since the row
       drafted.
+    caught_up: `[B]` int32, tokens that the batch caught up with so far, in each
+      such step those of the row that was most behind; the same in each row.
     num_probes: `[B]` int32, steps that drafted only to look again.
     force: `[B]` int32, a depth to take whatever is known (to measure what it
       costs); -1 = decide.
@@ -145,7 +150,9 @@ class CostState:
   widens: Array
   idle: Array
   asked_at: Array
+  reads_at: Array
   behind: Array
+  caught_up: Array
   num_probes: Array
   force: Array
 
@@ -159,6 +166,7 @@ def cost(
   memory: float = 50.0,
   prior: float = 0.7,
   carry: float = 0.3,
+  follow: bool = True,
 ) -> LengthPolicy:
   """Builds the policy that drafts as deep as pays, down to not at all.
 
@@ -182,9 +190,11 @@ def cost(
       fraction: what costs and chances are uncertain by.
     memory: chances after which an estimate has forgotten all but 1/e.
     prior: chance of acceptance before anything is known, of this row or of
-      the others.
+      the others; below a depth that does better, that depth's.
     carry: weight of what is known of a row at its next prompt: after one
       without use for drafts the next shall soon have its own say.
+    follow: whether costs that were measured are followed while an engine
+      decodes, see `spec_jax/following.py`; costs that are given are not.
 
   Raises:
     ValueError: if a number is out of range.
@@ -216,7 +226,9 @@ def cost(
       widens=jnp.zeros((batch,), jnp.float32),
       idle=zeros,
       asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
+      reads_at=jnp.zeros((batch, depth + 1), jnp.int32),
       behind=zeros,
+      caught_up=zeros,
       num_probes=zeros,
       force=zeros - 1,
     )
@@ -228,8 +240,22 @@ def cost(
     pooled = (other_hits + weight * before) / (other_chances + weight)
     return (hits + weight * pooled) / (chances + weight)
 
+  def chances_of(state):
+    """Returns `[B, K]` rates; depths that were not tried are thought well of.
+
+    Where a depth is nearly always accepted, so may the next one be: without
+    that a policy that does well stays where it is.
+    """
+    rates: list[Array] = []
+    before: Array | float = prior
+    for i in range(depth):
+      rate = estimate(state.hits[:, i], state.chances[:, i], before)
+      before = jnp.maximum(prior, rate)
+      rates.append(rate)
+    return jnp.stack(rates, -1)
+
   def max_depth(state, running, costs):
-    chance = estimate(state.hits, state.chances, prior)
+    chance = chances_of(state)
     more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
     offer = estimate(state.offers, state.asks, 1.0)
     offer = jnp.where(running, offer, 0)
@@ -261,6 +287,9 @@ def cost(
     probed = paid & running & (state.idle >= probe)
     tried = jnp.where(paid, outcome.asked, 0)[:, None]
     at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
+    deepest = jnp.where(running[:, None], tried, 0).max()
+    read = (jnp.arange(depth + 1)[None] == deepest) & running.any()
+    late = jnp.where(asked, state.behind, 0).max()
     return dataclasses.replace(
       state,
       hits=state.hits * fade + outcome.accepted,
@@ -272,7 +301,9 @@ def cost(
         running, jnp.where(paid.any(), 0, state.idle + 1), state.idle
       ),
       asked_at=state.asked_at + at,
+      reads_at=state.reads_at + read,
       behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
+      caught_up=state.caught_up + late,
       num_probes=state.num_probes + probed,
     )
 
@@ -281,6 +312,7 @@ def cost(
     max_depth,
     update,
     needs_costs=True,
+    follows=follow,
     restart=lambda state: dataclasses.replace(
       state,
       hits=state.hits * carry,

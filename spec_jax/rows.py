@@ -1,6 +1,6 @@
 """Rows of the state: how they begin, are continued, copied and refilled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax.base import (
   LENGTH,
@@ -257,3 +258,49 @@ def make_refill(
     return start_rows(state, init(params, request), rows, keep, restart)
 
   return refill
+
+
+def check_start(
+  start: SpecState, want: SpecState, prompts: Sequence[Sequence[int]]
+) -> None:
+  """Checks that a state can be continued.
+
+  Args:
+    start: of one row.
+    want: shapes of the states that are decoded.
+    prompts: texts that shall begin with the state's.
+
+  Raises:
+    ValueError: if it comes from another configuration, holds no drafter
+      state of this kind, or its text does not begin a prompt.
+  """
+
+  def describe(x):
+    return [
+      (jax.tree_util.keystr(path), (leaf.shape[1:], leaf.dtype))
+      if leaf.ndim != 5
+      else (jax.tree_util.keystr(path), (leaf.shape[2:], leaf.dtype))
+      for path, leaf in jax.tree_util.tree_leaves_with_path(x)
+    ]
+
+  have, need = dict(describe(start)), dict(describe(want))
+  if have != need:
+    wrong = sorted(k for k in {*have, *need} if have.get(k) != need.get(k))[0]
+    raise ValueError(
+      f"this state cannot be continued here: {wrong} is {have.get(wrong)}, "
+      f"needed is {need.get(wrong)} (the drafter, the cache size and the "
+      f"settings in use must be the same)"
+    )
+  if start.length.shape[0] != 1:
+    raise ValueError(
+      f"a state to continue has one row, this one has "
+      f"{start.length.shape[0]}; see rows.take_rows"
+    )
+  held = int(start.target.length[0])
+  text = np.asarray(start.tokens[0, :held]).tolist()
+  for ids in prompts:
+    if len(ids) <= held or list(ids[:held]) != text:
+      raise ValueError(
+        f"a prompt of {len(ids)} tokens does not continue the state's "
+        f"{held} tokens"
+      )

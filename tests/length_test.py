@@ -177,6 +177,18 @@ def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():
   assert 0.5 < float(after.hits[0, 0] / after.chances[0, 0]) + 0.01 < 0.52
 
 
+def test_a_policy_that_does_well_tries_to_do_better():
+  """Depths 1 and 2 are always accepted: 5 tokens for 6 s beat 3 for 4."""
+  policy, costs = length.cost(4), jnp.array([2.0, 3, 4, 5, 6])
+  state = policy.init(1)
+  for step in range(12):
+    (asked,) = depths(policy, state, costs)
+    assert asked == 4 or step < 6
+    taken = np.arange(4)[None] < asked
+    state = policy.update(state, outcome([asked], taken, taken))
+  assert depths(policy, state, costs) == [4]
+
+
 def test_a_row_begins_with_what_the_others_know():
   """One bad step of 16 rows is enough; of one row it is not."""
   policy = length.cost(2)
@@ -367,8 +379,9 @@ def test_what_a_call_takes_is_no_cost_of_a_step(monkeypatch):
 
   decode = machine.programs.decode
   monkeypatch.setattr(machine, "timed", run)
-  found = measure_costs(machine)
+  found, call_s = measure_costs(machine)
   np.testing.assert_allclose(found, [1, 2, 3, 4, 5, 0.5], rtol=1e-6)
+  assert call_s == 7
 
 
 def test_the_dearer_part_is_measured_where_parts_serve_by_turns(monkeypatch):
@@ -388,7 +401,7 @@ def test_the_dearer_part_is_measured_where_parts_serve_by_turns(monkeypatch):
     return out, int(steps) * each
 
   monkeypatch.setattr(machine, "timed", run)
-  found = measure_costs(machine)
+  found, _ = measure_costs(machine)
   depth = machine.depth
   np.testing.assert_allclose(found[:-1], 1 + 3 * np.arange(depth + 1))
   np.testing.assert_allclose(found[-1], 0.5)
