@@ -35,19 +35,26 @@ class Seen(NamedTuple):
   """What a cost-aware policy has counted so far, on the host.
 
   Attributes:
-    reads_at: `[K + 1]`, steps of the batch by the depth that was drafted, 0
-      where the target read the roots alone.
-    caught_up: tokens that a draft model had to catch up with.
+    reads_at: `[B, K + 1]`, see `length.CostState`.
+    caught_up: `[B]`, see there.
   """
 
   reads_at: np.ndarray
-  caught_up: int
+  caught_up: np.ndarray
+
+  def since(self, before: "Seen") -> tuple[np.ndarray, int]:
+    """Returns (steps by depth `[K + 1]`, tokens caught up with) of a call.
+
+    A row that ran longest ran in all of its steps.
+    """
+    at = self.reads_at - before.reads_at
+    row = int(at.sum(1).argmax())
+    return at[row], int(self.caught_up[row] - before.caught_up[row])
 
 
 def seen(state: CostState) -> Seen:
   """Returns what a policy's state has counted."""
-  at, late = jax.device_get((state.reads_at[0], state.caught_up[0]))
-  return Seen(at, int(late))
+  return Seen(*jax.device_get((state.reads_at, state.caught_up)))
 
 
 def forced(state: SpecState, depth: int) -> SpecState:
@@ -122,13 +129,13 @@ class CostFollower:
       after: the same after it.
       looked: whether its steps took what `look` said.
     """
-    at = after.reads_at - before.reads_at
-    late = after.caught_up - before.caught_up
+    at, late = after.since(before)
     spent = max(seconds - self._call_s, seconds / 10)
     self._unseen_s = [x + seconds for x in self._unseen_s]
     self._since_look_s += seconds
-    if after.reads_at[1:].any():
-      self._usual = 1 + int(after.reads_at[1:].argmax())
+    drafted = after.reads_at.sum(0)[1:]
+    if drafted.any():
+      self._usual = 1 + int(drafted.argmax())
     if looked:
       self.num_looks += 1
       self._since_look_s, self._wait_s = 0.0, seconds / _SHARE

@@ -131,13 +131,12 @@ class CostState:
     idle: `[B]` int32, steps since any row of the batch drafted.
     asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
       was proposed.
-    reads_at: `[B, K + 1]` int32, steps of the whole batch by the depth of its
-      deepest draft, 0 where the target read the roots alone; the same in each
-      row.
+    reads_at: `[B, K + 1]` int32, steps in which the row ran, by the depth of
+      the batch's deepest draft, 0 where the target read the roots alone.
     behind: `[B]` int32, tokens of the row's text committed since the row
       drafted.
-    caught_up: `[B]` int32, tokens that the batch caught up with so far, in each
-      such step those of the row that was most behind; the same in each row.
+    caught_up: `[B]` int32, tokens caught up with in these steps, in each
+      those of the row that was most behind.
     num_probes: `[B]` int32, steps that drafted only to look again.
     force: `[B]` int32, a depth to take whatever is known (to measure what it
       costs); -1 = decide.
@@ -288,7 +287,7 @@ def cost(
     tried = jnp.where(paid, outcome.asked, 0)[:, None]
     at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
     deepest = jnp.where(running[:, None], tried, 0).max()
-    read = (jnp.arange(depth + 1)[None] == deepest) & running.any()
+    read = (jnp.arange(depth + 1)[None] == deepest) & running[:, None]
     late = jnp.where(asked, state.behind, 0).max()
     return dataclasses.replace(
       state,
@@ -303,7 +302,7 @@ def cost(
       asked_at=state.asked_at + at,
       reads_at=state.reads_at + read,
       behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
-      caught_up=state.caught_up + late,
+      caught_up=state.caught_up + jnp.where(running, late, 0),
       num_probes=state.num_probes + probed,
     )
 

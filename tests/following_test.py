@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spec_jax.engine import Engine
-from spec_jax.following import LOOK_STEPS, CostFollower, Seen
+from spec_jax.following import LOOK_STEPS, CostFollower, Seen, seen
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
@@ -19,7 +19,7 @@ class Machine:
 
   def __init__(self, costs=COSTS):
     self.follower = CostFollower(costs, 2, CALL_S)
-    self.seen = Seen(np.zeros((3,), int), 0)
+    self.seen = Seen(np.zeros((2, 3), int), np.zeros((2,), int))
     self.plain = self.deep = 1.0  # times what was measured
 
   def call(self, *at, late=0, held_up=1.0):
@@ -28,7 +28,9 @@ class Machine:
     if depth is not None:
       at = [LOOK_STEPS * (d == depth) for d in range(3)]
     before = self.seen
-    self.seen = Seen(before.reads_at + at, before.caught_up + late)
+    # Row 0 is done at half of the steps and has caught up with nothing.
+    each = np.array([np.array(at) // 2, at])
+    self.seen = Seen(before.reads_at + each, before.caught_up + [0, late])
     steps = np.array(at) * COSTS[:3]
     deep = steps[1:].sum() + late * COSTS[3]
     seconds = CALL_S + held_up * (steps[0] * self.plain + deep * self.deep)
@@ -133,14 +135,12 @@ def clocked(machine, monkeypatch, plain_s):
   def timed(program, *args):
     if program is not decode:
       return truly(program, *args)
-    before = np.asarray(args[0].policy.reads_at[0])
-    late = int(args[0].policy.caught_up[0])
+    before = seen(args[0].policy)
     out, _ = truly(program, *args)
-    policy = out[0].policy
-    at = np.asarray(policy.reads_at[0]) - before
+    at, late = seen(out[0].policy).since(before)
     costs = np.arange(len(at)) + 2.0
     costs[0] = plain_s()
-    return out, float(at @ costs + (int(policy.caught_up[0]) - late) / 100)
+    return out, float(at @ costs + late / 100)
 
   monkeypatch.setattr(machine, "timed", timed)
 
