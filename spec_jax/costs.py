@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Drafter
+from spec_jax.length import forced
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
 
 _PERIOD = 8  # tokens after which the measured prompt repeats
 _PROMPT = 48  # at least
-_READ = 4096  # tokens read to measure, all rows together
+_READ = 4096  # tokens read to measure, all rows together, if that is enough
 # Up to this depth every depth is measured where the draft is no chain.
 _EVERY = 8
 # Tokens a draft model is left behind to measure what catching up costs.
@@ -64,7 +65,8 @@ def measure_costs(
     engine: an `Engine` whose policy needs costs.
     rounds: steps at each depth; the median counts.
     tokens: of a row's text, see `typical_length`; attention costs more behind
-      a long one, and more so for a wide pass. At most 4096 in all rows.
+      a long one, and more so for a wide pass. At most 4096 in all rows, but 48
+      in each.
 
   Returns:
     (`K + 1` seconds, not falling, and for a drafter that catches up the seconds
@@ -98,9 +100,7 @@ def measure_costs(
   def take(state, depth, steps=1):
     """Returns (state, seconds) after steps of a copy at a depth."""
     copy = jax.tree.map(jnp.copy, state)
-    policy = dataclasses.replace(
-      copy.policy, force=jnp.full((B,), depth, jnp.int32)
-    )
+    policy = forced(copy.policy, depth)
     copy = jax.block_until_ready(dataclasses.replace(copy, policy=policy))
     limits = jnp.int32(steps), jnp.int32(B + 1)
     (after, _), seconds = engine.timed(programs.decode, copy, *limits)

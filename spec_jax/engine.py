@@ -31,7 +31,7 @@ from spec_jax.costs import (
   num_costs,
   typical_length,
 )
-from spec_jax.following import LOOK_STEPS, CostFollower, forced, seen
+from spec_jax.following import LOOK_STEPS, CostFollower, seen
 from spec_jax.programs import (
   EngineConfig,
   Program,
@@ -42,8 +42,8 @@ from spec_jax.programs import (
 from spec_jax.requests import Job, check_job, make_request
 from spec_jax.settings import Settings
 
-# Seconds between looks at the device: streaming, and otherwise.
-_STREAM_S, _LOOK_S = 0.05, 1.0
+# Seconds of a call: streaming, and otherwise.
+_STREAM_S, _CALL_S = 0.05, 1.0
 _MAX_STEPS = 256
 
 
@@ -333,7 +333,10 @@ class Engine:
     if on_trace is None:  # so that no prompt waits for a compile
       limits = jnp.int32(0), jnp.int32(0)
       self._programs.decode.prepare(self.params, state, *limits)
-    step_s, look_s = 0.0, _STREAM_S if on_tokens else _LOOK_S
+    step_s, call_s = 0.0, _STREAM_S if on_tokens else _CALL_S
+    look, follower = None, self._follower
+    if follower is not None:
+      follower.begin(seen(state.policy))
     while True:
       fresh = False
       free = [r for r in range(B) if r not in owner]
@@ -362,11 +365,20 @@ class Engine:
         on_trace(dict(owner), jax.device_get(info))
         taken = 1
       else:
-        wanted = 1 if fresh or not step_s else int(look_s / step_s)
+        wanted = 1 if fresh or not step_s else int(call_s / step_s)
         wanted = min(max(wanted, 1), _MAX_STEPS)
-        state, taken, seconds = self._decode(state, wanted, until)
+        # The first token of a prompt does not wait for a look.
+        look = None if follower is None or fresh else follower.look()
+        if look is None:
+          state, taken, seconds = self._decode(state, wanted, until)
+        else:
+          state, taken, seconds = self._look(state, look, until)
+        if follower is not None and follower.add(
+          seconds, seen(state.policy), look
+        ):
+          self._put_costs(follower.costs())
       self._add_time(decode_s=seconds)
-      if taken:
+      if taken and look is None:
         step_s = seconds / taken
       lengths, done = jax.device_get((state.length, state.done))
       now = time.perf_counter()
@@ -393,23 +405,17 @@ class Engine:
 
   def _decode(self, state, wanted, until):
     """Takes steps; returns (state, how many, seconds)."""
-    follower, program = self._follower, self._programs.decode
     limits = jnp.int32(wanted), jnp.int32(until)
-    if follower is None:
-      (state, taken), seconds = self.timed(program, state, *limits)
-      return state, int(taken), seconds
-    depth, before = follower.look(), seen(state.policy)
-    if depth is None:
-      (state, taken), seconds = self.timed(program, state, *limits)
-    else:
-      limits = jnp.int32(LOOK_STEPS), limits[1]
-      (state, taken), seconds = self.timed(
-        program, forced(state, depth), *limits
-      )
-      state = forced(state, -1)
-    if follower.add(seconds, before, seen(state.policy), depth is not None):
-      self._put_costs(follower.costs())
+    (state, taken), seconds = self.timed(self._programs.decode, state, *limits)
     return state, int(taken), seconds
+
+  def _look(self, state, depth, until):
+    """Takes some steps at a depth, to see what they cost; see `_decode`."""
+    policy = length.forced(state.policy, depth)
+    state = dataclasses.replace(state, policy=policy)
+    state, *found = self._decode(state, LOOK_STEPS, until)
+    policy = length.forced(state.policy, -1)
+    return dataclasses.replace(state, policy=policy), *found
 
   def _collect(self, state, row, index, keep_state) -> Finished:
     def get(x):

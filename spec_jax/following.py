@@ -9,24 +9,27 @@ is made to look at the kind of step that the others do not show.
 
 from collections import deque
 from collections.abc import Sequence
-import dataclasses
 import statistics
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.base import SpecState
 from spec_jax.length import CostState
 
 # Steps of a call that is made to look; fewer say nothing.
 LOOK_STEPS = 4
 # Calls whose median is believed: one that the machine held up has no say.
 _CALLS = 3
-# Of the time, what looks may take. They emit tokens too: what is lost is the
-# difference between a step that pays and one that does not.
-_SHARE = 1 / 30
+# Of the time, what looks may take, without a draft and with one. Their tokens
+# count too: of the first kind only what a draft would have gained is lost.
+_SHARES = 1 / 30, 1 / 100
+# A sum of calls says nothing before its steps took so many times what the calls
+# themselves did, which is known less well.
+_CALL_PART = 8
+# A call with drafts of a part of its time below the first tells what a step
+# without one costs; above the second, knowing that, what one with a draft does.
+_LITTLE, _MUCH = 0.1, 0.3
 # No call is believed to be so many times as fast or as slow as measured.
 _MOST = 4.0
 
@@ -37,10 +40,12 @@ class Seen(NamedTuple):
   Attributes:
     reads_at: `[B, K + 1]`, see `length.CostState`.
     caught_up: `[B]`, see there.
+    behind: `[B]`, see there.
   """
 
   reads_at: np.ndarray
   caught_up: np.ndarray
+  behind: np.ndarray
 
   def since(self, before: "Seen") -> tuple[np.ndarray, int]:
     """Returns (steps by depth `[K + 1]`, tokens caught up with) of a call.
@@ -54,23 +59,33 @@ class Seen(NamedTuple):
 
 def seen(state: CostState) -> Seen:
   """Returns what a policy's state has counted."""
-  return Seen(*jax.device_get((state.reads_at, state.caught_up)))
+  return Seen(*jax.device_get((state.reads_at, state.caught_up, state.behind)))
 
 
-def forced(state: SpecState, depth: int) -> SpecState:
-  """Returns a state whose next steps draft so deep; -1 = as the policy says."""
-  old = state.policy.force
-  force = jax.device_put(jnp.full(old.shape, depth, old.dtype), old.sharding)
-  policy = dataclasses.replace(state.policy, force=force)
-  return dataclasses.replace(state, policy=policy)
+class _Calls(NamedTuple):
+  """Calls taken together: seconds of their steps, steps by depth, and so on."""
+
+  seconds: float
+  steps_at: np.ndarray
+  caught_up: int
+  num: int
+
+  def plus(self, more: "_Calls") -> "_Calls":
+    """Adds other calls."""
+    return _Calls(
+      self.seconds + more.seconds,
+      self.steps_at + more.steps_at,
+      self.caught_up + more.caught_up,
+      self.num + more.num,
+    )
 
 
 class CostFollower:
   """Scales measured costs by what the calls of a run take.
 
   Two factors are followed: of a step without a draft, and of one with, at
-  whatever depth. A call moves the factor of the kind that most of its time went
-  to, given the other one.
+  whatever depth. A call with (nearly) no draft moves the first, one with many
+  the second.
 
   Attributes:
     num_looks: calls that were made to look.
@@ -86,12 +101,12 @@ class CostFollower:
     """
     self._base = np.asarray(costs, np.float64)
     self._depth, self._call_s = depth, call_s
-    self._factors = [deque([1.0], _CALLS), deque([1.0], _CALLS)]
+    self._factors = [deque([1.0] * _CALLS, _CALLS) for _ in _SHARES]
     self._unseen_s = [0.0, 0.0]  # since a kind of step was shown
-    self._wait_s = LOOK_STEPS * float(self._base[: depth + 1].max()) / _SHARE
-    self._since_look_s = 0.0
+    self._since_look_s = [0.0, 0.0]
     self._usual = 0  # the depth drafted most
-    self._pending: tuple[float, np.ndarray, int] | None = None
+    self._pending: _Calls | None = None
+    self._seen: Seen | None = None
     self.num_looks = 0
 
   @property
@@ -109,60 +124,71 @@ class CostFollower:
     scaled[steps] = np.maximum(scaled[steps], scaled[0])
     return scaled.tolist()
 
+  def begin(self, counted: Seen) -> None:
+    """Begins a run."""
+    self._seen, self._pending = counted, None
+
   def look(self) -> int | None:
     """Returns a depth that the next `LOOK_STEPS` steps shall take, or None."""
-    kind = int(self._unseen_s[1] > self._unseen_s[0])
-    if min(self._unseen_s[kind], self._since_look_s) < self._wait_s:
-      return None
-    if kind and not self._usual:  # the policy's own probes come first
-      return None
-    return self._usual if kind else 0
+    costs = self.costs()
+    for kind, depth in enumerate((0, self._usual)):
+      price = LOOK_STEPS * costs[depth]
+      if kind and len(costs) > self._depth + 1:
+        assert self._seen is not None
+        price += costs[-1] * int(self._seen.behind.max())
+      waited = min(self._unseen_s[kind], self._since_look_s[kind])
+      # What was never drafted is not looked at: the policy's own probes first.
+      if waited * _SHARES[kind] >= price and kind == (depth > 0):
+        return depth
+    return None
 
-  def add(
-    self, seconds: float, before: Seen, after: Seen, looked: bool
-  ) -> bool:
+  def add(self, seconds: float, counted: Seen, looked: int | None) -> bool:
     """Learns from a call; tells whether the costs are other ones now.
 
     Args:
       seconds: that it took.
-      before: what had been counted.
-      after: the same after it.
-      looked: whether its steps took what `look` said.
+      counted: after it.
+      looked: what `look` said.
     """
-    at, late = after.since(before)
-    spent = max(seconds - self._call_s, seconds / 10)
+    assert self._seen is not None
+    at, late = counted.since(self._seen)
+    self._seen = counted
     self._unseen_s = [x + seconds for x in self._unseen_s]
-    self._since_look_s += seconds
-    drafted = after.reads_at.sum(0)[1:]
+    self._since_look_s = [x + seconds for x in self._since_look_s]
+    drafted = counted.reads_at.sum(0)[1:]
     if drafted.any():
       self._usual = 1 + int(drafted.argmax())
-    if looked:
+    calls = _Calls(seconds - self._call_s, at, late, 1)
+    if looked is not None:
       self.num_looks += 1
-      self._since_look_s, self._wait_s = 0.0, seconds / _SHARE
+      self._since_look_s[int(looked > 0)] = 0.0
     elif self._pending is not None:
-      spent += self._pending[0]
-      at, late = at + self._pending[1], late + self._pending[2]
-    self._pending = None
-    if at.sum() < LOOK_STEPS:
-      if not looked:
-        self._pending = spent, at, late
-      return False
-    return self._learn(spent, at, late)
+      calls = self._pending.plus(calls)
+    enough = calls.seconds >= _CALL_PART * calls.num * self._call_s
+    if calls.steps_at.sum() >= LOOK_STEPS and enough:
+      self._pending = None
+      return self._learn(calls)
+    self._pending = calls if looked is None else None
+    return False
 
-  def _learn(self, spent: float, at: np.ndarray, late: int) -> bool:
-    steps = self._base[: self._depth + 1] * at
-    caught_up = late * self._base[-1] if len(self._base) > len(steps) else 0.0
+  def _learn(self, calls: _Calls) -> bool:
+    steps = self._base[: self._depth + 1] * calls.steps_at
+    catches_up = len(self._base) > self._depth + 1
+    caught_up = calls.caught_up * self._base[-1] if catches_up else 0.0
     measured = [float(steps[0]), float(steps[1:].sum() + caught_up)]
     expected = [x * f for x, f in zip(measured, self.factors, strict=True)]
-    kind = int(expected[1] >= expected[0])
-    factor = (spent - expected[1 - kind]) / measured[kind]
+    share = expected[1] / sum(expected)
+    if _LITTLE < share < _MUCH:
+      return False
+    kind = int(share >= _MUCH)
+    factor = (calls.seconds - expected[1 - kind]) / measured[kind]
     old = self.factors
     self._factors[kind].append(float(np.clip(factor, 1 / _MOST, _MOST)))
     self._unseen_s[kind] = 0.0
     return self.factors != old
 
   def report(self) -> dict[str, Any]:
-    """Returns what was measured at first, and what it was multiplied by."""
+    """Returns what was measured at first, and what it is multiplied by now."""
     plain, deep = self.factors
     return {
       "measured_costs_s": self._base.tolist(),

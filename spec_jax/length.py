@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -129,8 +130,8 @@ class CostState:
     widens: `[B]` float32, decayed count of those in which the target's pass was
       widened, for a draft or for the drafter's own use.
     idle: `[B]` int32, steps since any row of the batch drafted.
-    asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where nothing
-      was proposed.
+    asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where the
+      target read the root alone for this row.
     reads_at: `[B, K + 1]` int32, steps in which the row ran, by the depth of
       the batch's deepest draft, 0 where the target read the roots alone.
     behind: `[B]` int32, tokens of the row's text committed since the row
@@ -179,7 +180,9 @@ def cost(
   steps, or for so many more that probes take at most `budget` of the time, it
   drafts once to look again. A draft model that was not asked must then catch
   up, which counts as a part of the probe: where that alone takes more than the
-  budget, it is asked again at the beginning of the next prompt.
+  budget, it is asked again at the beginning of the next prompt (in a batch when
+  its rows' prompts are all new enough). What it must catch up with is charged
+  to the next `probe` steps where it had not been asked.
 
   Args:
     depth: `K`.
@@ -264,11 +267,11 @@ def cost(
     plain, deep = costs[0], costs[1 : depth + 1]
     catch_up = costs[depth + 1] if costs.shape[0] > depth + 1 else 0.0
     somebody = 1 - jnp.prod(1 - wide)
-    spent = plain + somebody * (deep - plain)
+    late = jnp.where(running, state.behind, 0).max()
+    spent = plain + somebody * (deep - plain) + catch_up * late / probe
     rate = (rows + (offer[:, None] * more).sum(0)) / spent
     best = jnp.argmax(rate)
     pays = rate[best] > rows / plain * (1 + margin)
-    late = jnp.where(running, state.behind, 0).max()
     extra = (deep[best] + catch_up * late) / plain - 1
     wait = jnp.maximum(probe, extra / budget)
     idle = jnp.where(running, state.idle, jnp.iinfo(jnp.int32).max).min()
@@ -333,6 +336,13 @@ POLICIES = {
 }
 
 
+def forced(policy: CostState, depth: int) -> CostState:
+  """Returns a state whose next steps draft so deep; -1 = as the policy says."""
+  old = policy.force
+  new = jax.device_put(jnp.full(old.shape, depth, old.dtype), old.sharding)
+  return dataclasses.replace(policy, force=new)
+
+
 def check(policy: LengthPolicy, drafter: Drafter) -> None:
   """Checks that a policy and a drafter go together.
 
@@ -395,8 +405,8 @@ def report(
 
   Returns:
     For "cost": steps by the depth drafted, probes, the chance of acceptance
-    by depth as last estimated, the costs as they can be given again, those of a
-    step by depth relative to no draft, those of a token of catching up, and in
+    by depth as last estimated, the costs as they are now, those of a step by
+    depth relative to no draft, those of a token of catching up, and in
     `alarm` one line if drafting
     was off in most steps, saying why, else None.
   """

@@ -1,10 +1,15 @@
 """Tests that costs follow a machine that changes while an engine decodes."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax import length
+from spec_jax.base import Outcome
 from spec_jax.engine import Engine
-from spec_jax.following import LOOK_STEPS, CostFollower, Seen, seen
+from spec_jax.following import LOOK_STEPS, CostFollower, Seen
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
@@ -17,38 +22,52 @@ COSTS, CALL_S = [1.0, 1.2, 1.5, 0.1], 0.3
 class Machine:
   """Calls of a follower on a machine with a clock of its own."""
 
-  def __init__(self, costs=COSTS):
+  def __init__(self, costs=COSTS, call_s=CALL_S):
+    self.costs = costs
     self.follower = CostFollower(costs, 2, CALL_S)
-    self.seen = Seen(np.zeros((2, 3), int), np.zeros((2,), int))
+    zeros = np.zeros((2,), int)
+    self.seen = Seen(np.zeros((2, 3), int), zeros, zeros)
+    self.follower.begin(self.seen)
     self.plain = self.deep = 1.0  # times what was measured
+    self.call_s = call_s
 
-  def call(self, *at, late=0, held_up=1.0):
-    """Takes steps at each depth, or as the follower says; returns seconds."""
+  def call(self, *at, held_up=1.0):
+    """Takes steps at each depth, or as the follower says.
+
+    Returns:
+      (seconds, None or the kind of step that was looked at).
+    """
     depth = self.follower.look()
     if depth is not None:
       at = [LOOK_STEPS * (d == depth) for d in range(3)]
-    before = self.seen
+    old = self.seen
+    behind, drafted = old.behind[1], sum(at[1:])
+    late = int(behind) if drafted else 0
     # Row 0 is done at half of the steps and has caught up with nothing.
-    each = np.array([np.array(at) // 2, at])
-    self.seen = Seen(before.reads_at + each, before.caught_up + [0, late])
-    steps = np.array(at) * COSTS[:3]
-    deep = steps[1:].sum() + late * COSTS[3]
-    seconds = CALL_S + held_up * (steps[0] * self.plain + deep * self.deep)
-    self.follower.add(seconds, before, self.seen, depth is not None)
-    return seconds, depth is not None
+    self.seen = Seen(
+      old.reads_at + [np.array(at) // 2, at],
+      old.caught_up + [0, late],
+      np.array([0, at[0] + (0 if drafted else behind)]),
+    )
+    steps = np.array(at) * self.costs[:3]
+    deep = steps[1:].sum() + late * self.costs[3]
+    spent = held_up * (steps[0] * self.plain + deep * self.deep)
+    seconds = self.call_s + spent
+    self.follower.add(seconds, self.seen, depth)
+    return seconds, depth
 
 
 @pytest.mark.parametrize("at", [(0, 0, 20), (20, 0, 0), (12, 8, 0), (5, 3, 9)])
 def test_both_kinds_of_steps_are_followed(at):
   """Whatever the policy does, the other kind is looked at now and then."""
-  machine = Machine()
+  machine = Machine([*COSTS[:3], 0.001])
   machine.call(1, 0, 1)
   for plain, deep in ((1.0, 1.0), (1.5, 1.0), (0.8, 1.1), (1.0, 2.0)):
     machine.plain, machine.deep = plain, deep
-    for _ in range(300):
+    for _ in range(400):
       machine.call(*at)
     found = machine.follower.costs()
-    expected = np.array(COSTS) * [plain, deep, deep, deep]
+    expected = np.array(machine.costs) * [plain, deep, deep, deep]
     np.testing.assert_allclose(
       found, np.maximum(expected, [0, plain, plain, 0]), rtol=1e-3
     )
@@ -56,45 +75,83 @@ def test_both_kinds_of_steps_are_followed(at):
 
 
 def test_a_draft_that_had_to_catch_up_is_no_dearer():
+  """Ten tokens are caught up with in each call: as dear as a step."""
   machine = Machine()
+  machine.call(10, 0, 0)
   for _ in range(50):
-    machine.call(2, 0, 10, late=30)
+    machine.call(10, 0, 20)
   np.testing.assert_allclose(machine.follower.costs(), COSTS)
   machine.deep = 1.5
   for _ in range(50):
-    machine.call(2, 0, 10, late=30)
+    machine.call(10, 0, 20)
   np.testing.assert_allclose(
     machine.follower.costs(), [1, 1.8, 2.25, 0.15], rtol=1e-3
   )
 
 
 def test_looks_take_little_of_the_time():
+  """A plain step among drafts, a draft among plain steps that comes late."""
+  for at, share in (((0, 0, 10), 1 / 30), ((10, 0, 0), 1 / 100)):
+    machine = Machine([*COSTS[:3], 0.001])
+    machine.call(5, 0, 5)
+    looks, total = [], 0.0
+    for _ in range(3000):
+      seconds, depth = machine.call(*at)
+      total += seconds
+      if depth is not None:
+        assert (depth == 0) == (at[0] == 0)
+        looks.append(seconds)
+    assert len(looks) > 5
+    # Coming late with more than was known when the look was due.
+    assert 0.5 * share < sum(looks) / total < 1.2 * share
+
+
+def test_what_costs_too_much_to_catch_up_with_is_not_looked_at():
+  """Ten tokens, a step's time, are missed in each call: it gets no cheaper."""
   machine = Machine()
-  looks, total = [], 0.0
-  for _ in range(3000):
-    seconds, looked = machine.call(0, 0, 10)
-    total += seconds
-    looks += [seconds] * looked
-  assert 0.02 < sum(looks) / total < 0.04
+  machine.call(5, 0, 5)
+  for _ in range(1000):
+    machine.call(10, 0, 0)
+  assert machine.follower.num_looks == 0
 
 
 def test_a_call_that_was_held_up_has_no_say():
+  for at in ((0, 0, 10), (10, 0, 0)):
+    machine = Machine()
+    for i in range(100):
+      machine.call(*at, held_up=8.0 if i % 10 == 0 else 1.0)
+      np.testing.assert_allclose(machine.follower.costs(), COSTS)
+
+
+def test_no_call_is_believed_to_be_many_times_as_slow():
   machine = Machine()
-  for i in range(100):
-    machine.call(0, 0, 10, held_up=8.0 if i % 10 == 9 else 1.0)
-    np.testing.assert_allclose(machine.follower.costs(), COSTS)
+  for _ in range(5):
+    machine.call(0, 0, 10, held_up=100.0)
+  np.testing.assert_allclose(machine.follower.costs()[1:3], [4.8, 6.0])
 
 
 def test_short_calls_are_taken_together():
   """A step that streams its token says little alone; four say something."""
-  machine = Machine()
+  machine = Machine([1.0, 1.2, 3.0, 0.1])
   machine.deep = 3.0
-  for _ in range(3):
+  for _ in range(7):  # two sums of four do not yet make a median of three
     machine.call(0, 0, 1)
-    np.testing.assert_allclose(machine.follower.costs(), COSTS)
-  for _ in range(40):
-    machine.call(0, 0, 1)
-  np.testing.assert_allclose(machine.follower.costs()[1:], [3.6, 4.5, 0.3])
+    np.testing.assert_allclose(machine.follower.costs(), machine.costs)
+  machine.call(0, 0, 1)
+  np.testing.assert_allclose(machine.follower.costs()[1:], [3.6, 9.0, 0.3])
+
+
+@pytest.mark.parametrize("truly", [0.1, 0.5])
+def test_calls_whose_own_time_is_most_say_nothing(truly):
+  """A call was thought to take .3: single steps of 1 would be off by .2."""
+  machine = Machine(call_s=truly)
+  for _ in range(300):
+    machine.call(1, 0, 0)
+  # Looks at four steps are off by a quarter of that.
+  assert machine.follower.costs()[0] == pytest.approx(1.0, abs=0.051)
+  for _ in range(20):
+    machine.call(40, 0, 0)
+  assert machine.follower.costs()[0] == pytest.approx(1.0, abs=0.01)
 
 
 def test_without_a_draft_ever_there_is_none_to_look_at():
@@ -102,6 +159,37 @@ def test_without_a_draft_ever_there_is_none_to_look_at():
   for _ in range(200):
     machine.call(10, 0, 0)
   assert machine.follower.num_looks == 0
+
+
+def test_what_rows_of_different_luck_count():
+  """Asked for 3: drafted 3, cut to 1, nothing to propose, and done."""
+  policy = length.cost(3)
+  state = policy.init(4)
+  state = dataclasses.replace(state, behind=jnp.array([2, 9, 5, 30]))
+  yes, no = [True] * 3, [False] * 3
+  step = Outcome(
+    asked=jnp.array([3, 1, 3, 0]),
+    running=jnp.array([True, True, True, False]),
+    chance=jnp.array([yes, [True, False, False], no, no]),
+    accepted=jnp.array([yes, no, no, no]),
+    widened=jnp.array([True, True, False, False]),
+    num_tokens=jnp.array([4, 1, 1, 0]),
+  )
+  state = policy.update(state, step)
+  # All three pay the deepest draft, and the one that was most behind.
+  ran = [0, 0, 0, 1]
+  assert state.reads_at.tolist() == [ran, ran, ran, [0] * 4]
+  assert state.caught_up.tolist() == [9, 9, 9, 0]
+  assert state.behind.tolist() == [0, 0, 0, 30]
+  assert state.asked_at.tolist() == [ran, [0, 1, 0, 0], [1, 0, 0, 0], [0] * 4]
+  # A step without a draft: nobody catches up.
+  step = dataclasses.replace(
+    step, asked=jnp.zeros((4,), int), widened=jnp.zeros((4,), bool)
+  )
+  state = policy.update(state, step)
+  assert state.reads_at.tolist()[:3] == [[1, 0, 0, 1]] * 3
+  assert state.caught_up.tolist() == [9, 9, 9, 0]
+  assert state.behind.tolist() == [4, 1, 1, 30]
 
 
 # --- in an engine -----------------------------------------------------------
@@ -129,18 +217,30 @@ JOBS = [
 
 
 def clocked(machine, monkeypatch, plain_s):
-  """Gives an engine a clock: plain steps as said, each depth 1 s more."""
+  """Gives an engine a clock: plain steps as said, each depth 1 s more.
+
+  It takes the steps of a call one by one and looks what each drafted.
+  """
   truly, decode = machine.timed, machine.programs.decode
 
   def timed(program, *args):
     if program is not decode:
       return truly(program, *args)
-    before = seen(args[0].policy)
-    out, _ = truly(program, *args)
-    at, late = seen(out[0].policy).since(before)
-    costs = np.arange(len(at)) + 2.0
-    costs[0] = plain_s()
-    return out, float(at @ costs + late / 100)
+    state, steps, until = args
+    taken = seconds = 0.0
+    behind = np.asarray(state.policy.behind)
+    while taken < steps and state.done.sum() < until:
+      drafted, tokens = (
+        np.array(state.tally.num_drafted),
+        np.array(state.length),
+      )
+      (state, _), _ = truly(program, state, jnp.int32(1), until)
+      depth = int((np.array(state.tally.num_drafted) - drafted).max())
+      behind = behind + np.array(state.length) - tokens
+      seconds += 2 + depth + behind.max() / 100 if depth else plain_s()
+      behind = behind * (not depth)
+      taken += 1
+    return (state, jnp.int32(taken)), seconds
 
   monkeypatch.setattr(machine, "timed", timed)
 
@@ -185,3 +285,13 @@ def test_costs_that_were_given_stay(options, monkeypatch):
   list(machine.run(JOBS))
   assert machine.costs == before
   assert "num_looks" not in machine.policy_report()
+  if not options:
+    return
+  # What is said after a measurement holds too.
+  other = engine()
+  clocked(other, monkeypatch, lambda: 2.0)
+  list(other.run(JOBS[:1]))
+  other.set_costs(before)
+  clocked(other, monkeypatch, lambda: 0.1)
+  list(other.run(JOBS))
+  assert other.costs == before

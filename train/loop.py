@@ -402,7 +402,7 @@ def train(
             "seconds": time.perf_counter() - since,
           }
           checkpoints.save(step, device.state, kept)
-        if stop.is_set() and saved:
+        if stop.is_set() and saved and step < last:
           print(f"step {step} is saved", file=sys.stderr)
           raise KeyboardInterrupt
     settle()

@@ -1,9 +1,9 @@
-"""Ctrl-C during a training: the step under way is finished and saved."""
+"""Ctrl-C during a training of one process: its step is finished and saved."""
 
 from collections.abc import Iterator
 import contextlib
+import os
 import signal
-import sys
 import threading
 
 __all__ = ["stop_asked"]
@@ -16,12 +16,15 @@ def stop_asked() -> Iterator[threading.Event]:
   if threading.current_thread() is not threading.main_thread():
     yield asked  # signals are the main thread's
     return
-  usual = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+  usual = signal.getsignal(signal.SIGINT)
+  if usual in (signal.SIG_IGN, None):  # of a job that shall not hear it
+    yield asked
+    return
 
   def hear(*_):
     asked.set()
     signal.signal(signal.SIGINT, usual)
-    print("\nstopping after this step", file=sys.stderr)
+    os.write(2, b"\nstopping after this step\n")  # safe inside another write
 
   signal.signal(signal.SIGINT, hear)
   try:
