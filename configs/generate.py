@@ -57,10 +57,12 @@ def get_config() -> ConfigDict:
     config.verifier[option] = config_dict.placeholder(kind)
 
   # How deep to draft: cost (as deep as pays on this device, or not at all; what
-  # a step costs is measured at the start), fixed, average, confidence, entropy.
+  # a step costs is measured at the start and followed while decoding), fixed,
+  # average, confidence, entropy.
   config.policy = ConfigDict()
   config.policy.name = "cost"
-  # Seconds of a step by depth, from another run's manifest; () = measured.
+  # Seconds of a step by depth, from another run's manifest, which are not
+  # followed; () = measured.
   config.policy.costs = ()
   # Options of the policies; None = the policy's own default.
   for option, kind in length.option_types().items():

@@ -268,7 +268,7 @@ def oracle(line: Line, deepest: Line) -> float:
   """Returns the ratio to plain that the best depth of each prompt would give.
 
   Modelled: acceptance is what a fixed depth measured, costs are what the
-  policy measured, and the depth is chosen in hindsight.
+  policy went by at the end, and the depth is chosen in hindsight.
 
   Args:
     line: of a cost-aware case, for its costs.

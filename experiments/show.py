@@ -11,6 +11,8 @@ from tqdm import tqdm
 from spec_jax import kernels, text
 from spec_jax.base import DETERMINISTIC, IID, SpecInfo
 
+# A cost that has moved by less is not worth a line.
+_MOVED = 0.2
 _LAWS = {DETERMINISTIC: "deterministic", IID: "iid"}
 
 
@@ -122,8 +124,13 @@ def table(
   for report in reports.values():
     if report.get("lossy"):
       print(f"lossy: mean total variation {report['divergence']:.4f} per token")
-    if (policy := report.get("policy")) and policy.get("alarm"):
+    policy = report.get("policy") or {}
+    if policy.get("alarm"):
       print(f"{'length policy':24}{policy['alarm']}")
+    factors = policy.get("cost_factors", {})
+    if any(abs(x - 1) > _MOVED for x in factors.values()):
+      said = ", ".join(f"{kind} x{x:.2f}" for kind, x in factors.items())
+      print(f"{'steps since measured':24}{said}")
   known = [x["identical"] for x in lines if x["identical"] is not None]
   if known:
     same = sum(known)

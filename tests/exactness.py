@@ -8,20 +8,23 @@ and the target's own, over prompts of two lengths in one ragged batch; or, for a
 combination that is refused, the words it is refused with. Every drafter of the
 tests meets every exact verifier and every length policy on one target, more
 chains and trees are tried alone, and then some on a decoder with packed
-weights. A run that was killed goes on. Takes half an hour on two cores.
+weights. A run that was killed goes on, with the same code. Takes half an hour
+on two cores.
 """
 
 import contextlib
 import json
 import operator
+from pathlib import Path
 import time
 from typing import Any
 
 from absl import flags
 
 from experiments import launch
-from experiments.results import ResultFile, environment
+from experiments.results import ResultFile, digest, environment
 from spec_jax import kernels
+from spec_jax.builtin import sha256_of
 from tests import laws
 
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write.")
@@ -114,6 +117,16 @@ def all_cases() -> list[tuple[str, str, int]]:
   return found
 
 
+def code() -> str:
+  """Returns a hash of what is enumerated and of what enumerates it."""
+  root = Path(__file__).resolve().parent
+  files = [*(root.parent / "spec_jax").rglob("*.py")]
+  files += [f for f in root.glob("*.py") if not f.stem.endswith("_test")]
+  return digest(
+    {str(f.relative_to(root.parent)): sha256_of(f) for f in sorted(files)}
+  )
+
+
 def enumerate_case(model: str, name: str, chunk: int) -> dict[str, Any]:
   """Returns the line of a case."""
   base, judge, judge_options, policy, policy_options = laws.parts_of(name)
@@ -147,7 +160,7 @@ def main() -> int:
   if not _OUT.value:
     raise launch.UserError("give --out=FILE: it holds the lines, and resumes")
   cases = all_cases()
-  identity = {"command": "tests.exactness"}
+  identity = {"command": "tests.exactness", "code": code()}
   key = operator.itemgetter("model", "case", "batch")
   with contextlib.closing(ResultFile(_OUT.value, identity, key)) as out:
     out.write_manifest({**identity, "environment": environment()})

@@ -1,6 +1,7 @@
 """Runs in a process of its own, with 8 fake CPU devices (see mesh_test.py).
 
-Prints one JSON line: for each mesh and drafter the tokens of every job.
+Prints one JSON line: for each mesh and drafter the tokens of every job, where a
+matrix lies and how often the decoding loop was compiled.
 """
 
 import json
@@ -23,6 +24,8 @@ DRAFTERS = {
     "vanilla",
     (("siblings", "without_replacement"), ("tree", (2, 1))),
   ),
+  # Costs are measured, and followed.
+  "cost": ("prompt_lookup", (("num_draft", 3),)),
 }
 # Drafter, mesh, and whether the draft is whole on each device. On 4 and 8
 # the 2 key/value heads are replicated by rule.
@@ -31,6 +34,7 @@ CASES = (
   ("chain", (4, 2), False),
   ("chain", (1, 8), True),
   ("tree", (2, 4), True),
+  ("cost", (2, 4), True),
 )
 
 
@@ -74,6 +78,7 @@ def main():
       EngineConfig(
         drafter=kind,
         options=options,
+        policy="cost" if name == "cost" else "fixed",
         batch_size=8,
         slots=64,
         chunk=16,
@@ -87,6 +92,7 @@ def main():
     out = sorted(engine.run(jobs), key=lambda f: f.job)
     key = f"{name} {mesh[0]}x{mesh[1]}"
     found[key] = [f.ids for f in out]
+    found[f"{key} compiles"] = engine.programs.decode.num_compiles
     spec = engine.params["target"]["layers"][0]["wq"].sharding
     found[f"{key} wq"] = str(getattr(spec, "spec", None))
   print(json.dumps(found))

@@ -40,6 +40,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(found, case):
   alone = found[f"{drafter} 1x1"]
   assert any(len(set(ids)) > 3 for ids in alone)  # not one token for ever
   assert found[f"{drafter} {data}x{model}"] == alone
+  assert found[f"{drafter} {data}x{model} compiles"] == 1
 
 
 def test_query_heads_are_split_over_the_model_axis(found):

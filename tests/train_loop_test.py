@@ -18,6 +18,7 @@ from tests import fakes, train_resume_cases, train_rig
 from train import loop
 from train.checkpoint import RunFolder
 from train.report import Reporter, read_metrics
+from train.stopping import stop_asked
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,6 +200,33 @@ def test_nan_ends_the_run_and_keeps_what_was_saved(tmp_path, recipe):
   train_rig.train(tmp_path, recipe, loop.Schedule(8, save_every=3))
   end, _ = train_rig.last_state(tmp_path, recipe, 8)
   assert end.step == 8
+
+
+def test_a_run_that_shall_not_hear_ctrl_c_does_not(tmp_path, recipe):
+  """A script's background jobs ignore it, and so does the training."""
+  usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with stop_asked() as stop:
+      signal.raise_signal(signal.SIGINT)
+      assert not stop.is_set()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_ctrl_c_in_the_last_step_loses_nothing(tmp_path, recipe, monkeypatch):
+  """The run is complete: it ends as any other."""
+  truly = loop._Device.run
+
+  def run(device, batch):
+    if int(device.state.step) == 2:
+      signal.raise_signal(signal.SIGINT)
+    return truly(device, batch)
+
+  monkeypatch.setattr(loop._Device, "run", run)
+  train_rig.train(tmp_path, recipe, loop.Schedule(3))
+  kept, _ = train_rig.last_state(tmp_path, recipe, 3)
+  assert kept.step == 3
 
 
 def test_ctrl_c_saves_the_step_under_way(tmp_path, recipe, monkeypatch, capsys):
