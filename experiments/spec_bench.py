@@ -32,11 +32,10 @@ from experiments import (
   results,
   show,
 )
-from experiments.bench_engines import PLAIN, Bench
+from experiments.bench_engines import Bench, Run
 from experiments.launch import UserError
 import spec_jax
 from spec_jax import Settings, drafters, metrics, shipped, trained
-from spec_jax.engine import Finished
 from spec_jax.generate import make_engine
 from spec_jax.work import Work, plan
 
@@ -146,8 +145,8 @@ def line_of(
   bench: Bench,
   case: str,
   numbers: Sequence[int],
-  ours: Sequence[tuple[Finished, metrics.Timing]],
-  plain: Sequence[tuple[Finished, metrics.Timing]],
+  ours: Sequence[Run],
+  plain: Sequence[Run],
 ) -> dict[str, Any]:
   """Returns what is recorded of a case on a subtask, times and ratios."""
   engine = bench.engine(case, bench.slots(numbers))
@@ -191,18 +190,20 @@ def run_subtask(
   bench: Bench, cases: Sequence[str], numbers: Sequence[int], title: str
 ) -> dict[str, dict[str, Any]]:
   """Decodes a subtask's prompts by all cases; returns their lines."""
-  found: dict[str, list] = {case: [] for case in (PLAIN, *cases)}
-  total = len(numbers) * len(found)
+  ours: dict[str, list[Run]] = {case: [] for case in cases}
+  plain: dict[str, list[Run]] = {case: [] for case in cases}
+  total = len(numbers) * len(cases)
   slots = bench.slots(numbers)
   with tqdm(total=total, desc=title, unit="run", disable=None) as bar:
     for turn, number in enumerate(numbers):
-      for case, done, spent in bench.decode(number, cases, turn, slots):
-        found[case].append((done, spent))
+      for case, run, near in bench.decode(number, cases, turn, slots):
+        ours[case].append(run)
+        plain[case].append(near)
         bar.update()
       if bar.disable:  # not a terminal
         show.note(f"{title}: prompt {turn + 1} of {len(numbers)}")
   return {
-    case: line_of(bench, case, numbers, found[case], found[PLAIN])
+    case: line_of(bench, case, numbers, ours[case], plain[case])
     for case in cases
   }
 
