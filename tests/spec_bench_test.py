@@ -13,8 +13,9 @@ import pytest
 from experiments import bench_engines, bench_summary as summary, bench_tasks
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings
-from spec_jax.work import plan
+from spec_jax import Settings, metrics
+from spec_jax.requests import Job
+from spec_jax.work import Work, plan
 
 _TASKS = summary.SUBTASKS
 
@@ -209,6 +210,43 @@ def test_only_drafters_without_a_state_take_over_a_prefix(model):
   (here,) = engine.run(work.jobs, start=state)
   (afresh,) = engine.run(work.jobs)
   assert here.ids == afresh.ids and here.counts == afresh.counts
+
+
+class _Slowing:
+  """An engine on a machine that takes a second more for each run."""
+
+  runs = 0
+
+  def __init__(self, name):
+    self.name, self.timing = name, metrics.Timing()
+
+  def prefix(self, ids):
+    return ids
+
+  def run(self, jobs, start):
+    _Slowing.runs += 1
+    self.timing = metrics.Timing(decode_s=float(_Slowing.runs))
+    return [self.name]
+
+
+def test_a_case_is_held_against_the_plain_runs_next_to_it(monkeypatch):
+  """Plain, four cases, plain, the other two, plain: seconds 1 to 9."""
+  jobs = [Job([1, 2], Settings(), (0, 0))]
+  cases = {name: {} for name in "abcdef"}
+  bench = bench_engines.Bench(None, Work(jobs, [(0, 0)], (), None, 0), cases)
+  engines = {name: _Slowing(name) for name in ("plain", *cases)}
+  monkeypatch.setattr(bench, "engine", lambda case, slots: engines[case])
+  monkeypatch.setattr(bench_engines, "adopt", lambda engine, prefix: None)
+  monkeypatch.setattr(_Slowing, "runs", 0)
+  found = {
+    case: (ours.spent.decode_s, plain.spent.decode_s)
+    for case, ours, plain in bench.decode(0, list(cases), 8, 512)
+  }
+  assert list(found) == list("cdefab")  # the turn
+  assert found == {
+    **{case: (2.0 + i, 3.5) for i, case in enumerate("cdef")},
+    **{case: (7.0 + i, 7.5) for i, case in enumerate("ab")},
+  }
 
 
 # --- summaries ----------------------------------------------------------------
