@@ -257,6 +257,8 @@ def cost(
     return jnp.stack(rates, -1)
 
   def max_depth(state, running, costs):
+    if not depth:  # a drafter that never drafts
+      return jnp.zeros_like(state.idle)
     chance = chances_of(state)
     more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
     offer = estimate(state.offers, state.asks, 1.0)

@@ -82,6 +82,11 @@ def test_cost_drafts_where_it_pays():
   assert depths(policy, state, STEEP) == [0, 0]
 
 
+def test_cost_bears_a_drafter_that_never_drafts():
+  policy = length.cost(0)
+  assert depths(policy, policy.init(2), [1.0]) == [0, 0]
+
+
 def test_cost_takes_the_depth_of_the_largest_rate():
   """Accepted half of the time: E = 1, 1.5, 1.75, 1.875, 1.9375."""
   policy = length.cost(4, prior=0.5)
