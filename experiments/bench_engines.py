@@ -82,6 +82,14 @@ class Bench:
       list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
     return self._engines[case, slots]
 
+  def measure(self, cases: Sequence[str], numbers: Sequence[int]) -> None:
+    """Measures what steps cost, as a run of these prompts alone would."""
+    jobs = [self.work.jobs[n] for n in numbers]
+    for case in cases:
+      engine = self.engine(case, self.slots(numbers))
+      if engine.programs.policy.needs_costs:
+        engine.measure_costs(jobs)
+
   def slots(self, numbers: Sequence[int]) -> int:
     """Returns the size of the cache that a subtask's prompts need."""
     return max(self._slots_of(self.work.jobs[n]) for n in numbers)

@@ -194,6 +194,7 @@ def run_subtask(
   plain: dict[str, list[Run]] = {case: [] for case in cases}
   total = len(numbers) * len(cases)
   slots = bench.slots(numbers)
+  bench.measure(cases, numbers)
   with tqdm(total=total, desc=title, unit="run", disable=None) as bar:
     for turn, number in enumerate(numbers):
       for case, run, near in bench.decode(number, cases, turn, slots):

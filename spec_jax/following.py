@@ -21,9 +21,11 @@ from spec_jax.length import CostState
 LOOK_STEPS = 4
 # Calls whose median is believed: one that the machine held up has no say.
 _CALLS = 3
-# Of the time, what looks may take, without a draft and with one. Their tokens
-# count too: of the first kind only what a draft would have gained is lost.
+# Of the time, what looks may take without a draft, and what those with one may
+# take longer than without. Their tokens count too.
 _SHARES = 1 / 30, 1 / 100
+# Looks at a time: most of the calls whose median is believed.
+_LOOKS = 2
 # A sum of calls says nothing before its steps took so many times what the calls
 # themselves did, which is known less well.
 _CALL_PART = 8
@@ -105,6 +107,7 @@ class CostFollower:
     self._unseen_s = [0.0, 0.0]  # since a kind of step was shown
     self._since_look_s = [0.0, 0.0]
     self._usual = 0  # the depth drafted most
+    self._looked, self._looks_left = 0, 0
     self._pending: _Calls | None = None
     self._seen: Seen | None = None
     self.num_looks = 0
@@ -126,19 +129,23 @@ class CostFollower:
 
   def begin(self, counted: Seen) -> None:
     """Begins a run."""
-    self._seen, self._pending = counted, None
+    self._seen, self._pending, self._looks_left = counted, None, 0
 
   def look(self) -> int | None:
     """Returns a depth that the next `LOOK_STEPS` steps shall take, or None."""
+    if self._looks_left:
+      return self._looked
     costs = self.costs()
     for kind, depth in enumerate((0, self._usual)):
-      price = LOOK_STEPS * costs[depth]
+      longer = LOOK_STEPS * (costs[depth] - kind * costs[0])
+      price = _LOOKS * (self._call_s + longer)
       if kind and len(costs) > self._depth + 1:
         assert self._seen is not None
         price += costs[-1] * int(self._seen.behind.max())
       waited = min(self._unseen_s[kind], self._since_look_s[kind])
       # What was never drafted is not looked at: the policy's own probes first.
       if waited * _SHARES[kind] >= price and kind == (depth > 0):
+        self._looked, self._looks_left = depth, _LOOKS
         return depth
     return None
 
@@ -161,6 +168,7 @@ class CostFollower:
     calls = _Calls(seconds - self._call_s, at, late, 1)
     if looked is not None:
       self.num_looks += 1
+      self._looks_left -= 1
       self._since_look_s[int(looked > 0)] = 0.0
     elif self._pending is not None:
       calls = self._pending.plus(calls)

@@ -90,7 +90,7 @@ def test_a_draft_that_had_to_catch_up_is_no_dearer():
 
 
 def test_looks_take_little_of_the_time():
-  """A plain step among drafts, a draft among plain steps that comes late."""
+  """A plain step among drafts; of a draft what it takes more than without."""
   for at, share in (((0, 0, 10), 1 / 30), ((10, 0, 0), 1 / 100)):
     machine = Machine([*COSTS[:3], 0.001])
     machine.call(5, 0, 5)
@@ -100,10 +100,19 @@ def test_looks_take_little_of_the_time():
       total += seconds
       if depth is not None:
         assert (depth == 0) == (at[0] == 0)
-        looks.append(seconds)
+        looks.append(seconds - (LOOK_STEPS if depth else 0))
     assert len(looks) > 5
-    # Coming late with more than was known when the look was due.
-    assert 0.5 * share < sum(looks) / total < 1.2 * share
+    # A look is due after some whole call, and a call takes time of its own.
+    assert 0.5 * share < sum(looks) / total < 1.3 * share
+
+
+def test_looks_that_cost_nothing_are_no_reason_for_short_calls():
+  """A draft for the price of none: calls of their own are what they take."""
+  machine = Machine([1.0, 1.0, 1.0, 1e-6])
+  machine.call(5, 0, 5)
+  calls = [machine.call(10, 0, 0)[1] for _ in range(2000)]
+  looks = [depth for depth in calls if depth is not None]
+  assert 0 < len(looks) * CALL_S / 2000 / 10 < 0.02
 
 
 def test_what_costs_too_much_to_catch_up_with_is_not_looked_at():
