@@ -78,7 +78,7 @@ class Bench:
       job = self.work.jobs[0]
       short = dataclasses.replace(job.settings, max_new_tokens=_WARM_UP)
       job = job._replace(ids=job.ids[:_WARM_UP], settings=short)
-      plain = self._engines[PLAIN, slots]
+      plain = self.engine(PLAIN, slots)
       list(engine.run([job], start=adopt(engine, plain.prefix(job.ids))))
     return self._engines[case, slots]
 
