@@ -21,9 +21,11 @@ from spec_jax.length import CostState
 LOOK_STEPS = 4
 # Calls whose median is believed: one that the machine held up has no say.
 _CALLS = 3
-# Of the time, what looks may take without a draft, and what those with one may
-# take longer than without. Their tokens count too.
-_SHARES = 1 / 30, 1 / 100
+# Of the time, what looks of a kind may lose: that the tokens they bring would
+# have come sooner with the other kind of step, and what their calls take.
+_SHARE = 1 / 75
+# Looks at what seems to lose nothing count as if they lost so much of a step.
+_LEAST = 0.05
 # Looks at a time: most of the calls whose median is believed.
 _LOOKS = 2
 # A sum of calls says nothing before its steps took so many times what the calls
@@ -43,11 +45,14 @@ class Seen(NamedTuple):
     reads_at: `[B, K + 1]`, see `length.CostState`.
     caught_up: `[B]`, see there.
     behind: `[B]`, see there.
+    accepted: `[K + 1]`, tokens that a step asked for such a depth was seen to
+      accept in a row, on average of late; 0 where nothing is known.
   """
 
   reads_at: np.ndarray
   caught_up: np.ndarray
   behind: np.ndarray
+  accepted: np.ndarray
 
   def since(self, before: "Seen") -> tuple[np.ndarray, int]:
     """Returns (steps by depth `[K + 1]`, tokens caught up with) of a call.
@@ -61,7 +66,12 @@ class Seen(NamedTuple):
 
 def seen(state: CostState) -> Seen:
   """Returns what a policy's state has counted."""
-  return Seen(*jax.device_get((state.reads_at, state.caught_up, state.behind)))
+  x = jax.device_get(state)
+  hits, chances = x.hits.sum(0), x.chances.sum(0)
+  rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
+  offered = x.offers.sum() / max(x.asks.sum(), 1.0)
+  accepted = np.append(0.0, offered * np.cumprod(rates).cumsum())
+  return Seen(x.reads_at, x.caught_up, x.behind, accepted)
 
 
 class _Calls(NamedTuple):
@@ -103,7 +113,7 @@ class CostFollower:
     """
     self._base = np.asarray(costs, np.float64)
     self._depth, self._call_s = depth, call_s
-    self._factors = [deque([1.0] * _CALLS, _CALLS) for _ in _SHARES]
+    self._factors = [deque([1.0] * _CALLS, _CALLS) for _ in range(2)]
     self._unseen_s = [0.0, 0.0]  # since a kind of step was shown
     self._since_look_s = [0.0, 0.0]
     self._usual = 0  # the depth drafted most
@@ -135,16 +145,10 @@ class CostFollower:
     """Returns a depth that the next `LOOK_STEPS` steps shall take, or None."""
     if self._looks_left:
       return self._looked
-    costs = self.costs()
     for kind, depth in enumerate((0, self._usual)):
-      longer = LOOK_STEPS * (costs[depth] - kind * costs[0])
-      price = _LOOKS * (self._call_s + longer)
-      if kind and len(costs) > self._depth + 1:
-        assert self._seen is not None
-        price += costs[-1] * int(self._seen.behind.max())
       waited = min(self._unseen_s[kind], self._since_look_s[kind])
       # What was never drafted is not looked at: the policy's own probes first.
-      if waited * _SHARES[kind] >= price and kind == (depth > 0):
+      if kind == (depth > 0) and waited * _SHARE >= self._price(kind):
         self._looked, self._looks_left = depth, _LOOKS
         return depth
     return None
@@ -194,6 +198,18 @@ class CostFollower:
     self._factors[kind].append(float(np.clip(factor, 1 / _MOST, _MOST)))
     self._unseen_s[kind] = 0.0
     return self.factors != old
+
+  def _price(self, kind: int) -> float:
+    """Returns the seconds that looks at a kind of step would lose."""
+    assert self._seen is not None
+    costs, depth = self.costs(), self._usual
+    plain, deep = costs[0], costs[depth]
+    tokens = 1 + float(self._seen.accepted[depth])
+    lost = deep - plain * tokens if kind else plain - deep / tokens
+    price = self._call_s + LOOK_STEPS * max(lost, _LEAST * plain)
+    if kind and len(costs) > self._depth + 1:
+      return _LOOKS * price + costs[-1] * int(self._seen.behind.max())
+    return _LOOKS * price
 
   def report(self) -> dict[str, Any]:
     """Returns what was measured at first, and what it is multiplied by now."""

@@ -9,7 +9,7 @@ import pytest
 from spec_jax import length
 from spec_jax.base import Outcome
 from spec_jax.engine import Engine
-from spec_jax.following import LOOK_STEPS, CostFollower, Seen
+from spec_jax.following import LOOK_STEPS, CostFollower, Seen, seen
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
@@ -22,11 +22,12 @@ COSTS, CALL_S = [1.0, 1.2, 1.5, 0.1], 0.3
 class Machine:
   """Calls of a follower on a machine with a clock of its own."""
 
-  def __init__(self, costs=COSTS, call_s=CALL_S):
+  def __init__(self, costs=COSTS, call_s=CALL_S, accepted=(0.0, 0.0, 0.0)):
     self.costs = costs
     self.follower = CostFollower(costs, 2, CALL_S)
     zeros = np.zeros((2,), int)
-    self.seen = Seen(np.zeros((2, 3), int), zeros, zeros)
+    self.accepted = np.array(accepted)
+    self.seen = Seen(np.zeros((2, 3), int), zeros, zeros, self.accepted)
     self.follower.begin(self.seen)
     self.plain = self.deep = 1.0  # times what was measured
     self.call_s = call_s
@@ -48,6 +49,7 @@ class Machine:
       old.reads_at + [np.array(at) // 2, at],
       old.caught_up + [0, late],
       np.array([0, at[0] + (0 if drafted else behind)]),
+      self.accepted,
     )
     steps = np.array(at) * self.costs[:3]
     deep = steps[1:].sum() + late * self.costs[3]
@@ -89,21 +91,48 @@ def test_a_draft_that_had_to_catch_up_is_no_dearer():
   )
 
 
-def test_looks_take_little_of_the_time():
-  """A plain step among drafts; of a draft what it takes more than without."""
-  for at, share in (((0, 0, 10), 1 / 30), ((10, 0, 0), 1 / 100)):
-    machine = Machine([*COSTS[:3], 0.001])
+@pytest.mark.parametrize("accepted", [0.0, 0.3, 0.5, 2.0])
+def test_looks_lose_little_time(accepted):
+  """What their tokens would have taken with the other kind of step is no loss.
+
+  A step with a draft takes 1.5, so half a token makes it as good as one without.
+  """
+  for at in ((0, 0, 10), (10, 0, 0)):
+    tokens = 1 + accepted
+    costs = [*COSTS[:2], 1.5, 0.001]
+    machine = Machine(costs, accepted=(0.0, accepted / 2, accepted))
     machine.call(5, 0, 5)
-    looks, total = [], 0.0
+    looks = lost = total = 0.0
     for _ in range(3000):
       seconds, depth = machine.call(*at)
       total += seconds
       if depth is not None:
         assert (depth == 0) == (at[0] == 0)
-        looks.append(seconds - (LOOK_STEPS if depth else 0))
-    assert len(looks) > 5
+        looks += 1
+        other = 1.5 / tokens if depth == 0 else tokens
+        lost += seconds - LOOK_STEPS * other
+    assert looks > 5
     # A look is due after some whole call, and a call takes time of its own.
-    assert 0.5 * share < sum(looks) / total < 1.3 * share
+    assert lost / total < 1.3 / 75
+    most = at[0] * (1.5 - tokens) + at[2] * (1 - 1.5 / tokens)
+    if most > 0:
+      assert lost / total > 0.5 / 75
+    elif accepted == 0.5:  # nothing is lost: not every call for that
+      assert 100 < looks < 300
+
+
+def test_what_a_draft_brings_is_taken_from_what_was_counted():
+  """Offered in half of the steps, then accepted at .8 and .8 times .5."""
+  state = length.cost(3).init(2)
+  assert seen(state).accepted.tolist() == [0, 0, 0, 0]
+  state = dataclasses.replace(
+    state,
+    asks=jnp.array([12.0, 8.0]),
+    offers=jnp.array([6.0, 4.0]),
+    chances=jnp.array([[6.0, 5, 0], [4.0, 3, 0]]),
+    hits=jnp.array([[5.0, 3, 0], [3.0, 1, 0]]),
+  )
+  np.testing.assert_allclose(seen(state).accepted, [0, 0.4, 0.6, 0.6])
 
 
 def test_looks_that_cost_nothing_are_no_reason_for_short_calls():
