@@ -19,6 +19,7 @@ from spec_jax import drafters, hub, length, programs, shipped, verifiers
 from spec_jax.architecture import check_layers
 from spec_jax.costs import check_costs
 from spec_jax.drafting import check_fit
+from spec_jax.levels import Levels
 from spec_jax.pairing import (
   check_same_vocabulary,
   names_layers_file,
@@ -224,7 +225,7 @@ def check_sizes(
     )
     if drafter.depth:
       options = chosen["policy_options"]
-      policy = length.build(config.policy.name, drafter.depth, **options)
+      policy = length.build(config.policy.name, Levels.of(drafter), **options)
       length.check(policy, drafter)
       verifiers.build(
         config.verifier.name, drafter, **chosen["verifier_options"]

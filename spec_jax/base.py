@@ -353,7 +353,7 @@ class Outcome:
   """What a length policy learns from a step.
 
   Attributes:
-    asked: `[B]` int32, the depth it asked for, cut by what room was left.
+    asked: `[B]` int32, the level it asked for, cut by what room was left.
     running: `[B]` bool, rows that were not done.
     chance: `[B, K]` bool, depth `i + 1` had an acceptable node under an
       accepted path.
@@ -385,6 +385,8 @@ class Context:
     extend: `extend(law_BnV) -> [B, n]` bool, the length policy's word on
       whether nodes get children, given the draft's law at temperature 1 after
       each, before they are drawn; None = always.
+    cheap: `[B]` bool, rows in which a drafter with a `cheap_depth` shall not
+      ask its dearer part; None = none.
   """
 
   tokens: Array
@@ -394,6 +396,7 @@ class Context:
   sampling: Sampling
   counts: Counts | None
   extend: Callable | None = flax.struct.field(pytree_node=False, default=None)
+  cheap: Array | None = None
 
 
 @flax.struct.dataclass
@@ -480,6 +483,8 @@ class Drafter(NamedTuple):
       since it was asked last.
     alternates: whether now one part serves a row and now another, so that
       steps of one depth cost differently.
+    cheap_depth: depth of the part that it can be asked for alone, without the
+      one that asks a model; None = it always asks all it has.
     taps: which of the target's hidden states it looks at: numbers of layers,
       () = the final normalised one, None = at none.
   """
@@ -500,6 +505,7 @@ class Drafter(NamedTuple):
   greedy_only: bool = False
   catches_up: bool = False
   alternates: bool = False
+  cheap_depth: int | None = None
   taps: tuple[int, ...] | None = None
 
 
@@ -509,20 +515,21 @@ class LengthPolicy(NamedTuple):
   Attributes:
     init: `init(batch) -> state`, every leaf leading with `batch`. A row keeps
       it when it is refilled.
-    max_depth: `max_depth(state, running, costs) -> [B]` int32; `running: [B]`
-      bool, `costs: [K + 1]` float32 seconds of a step by depth, and, if there
-      is one more, of one token of catching up; or None.
+    level: `level(state, running, costs) -> [B]` int32, the depth, or another
+      level of `spec_jax/levels.py`; `running: [B]` bool, `costs: [L + 1]`
+      float32 seconds of a step by level, and, if there is one more, of one
+      token of catching up; or None.
     update: `update(state, outcome) -> state`.
     extend: `extend(state, law_BnV) -> [B, n]` bool, see `Context`; or None.
-    needs_costs: whether `max_depth` reads `costs`.
+    needs_costs: whether `level` reads `costs`.
     follows: whether costs that were measured are followed while an engine
-      decodes; needs `state` to be a `length.CostState`.
+      decodes; needs `state` to be a `cost_policy.CostState`.
     restart: `restart(state) -> state`, for rows that begin another prompt; None
       = they go on.
   """
 
   init: Callable
-  max_depth: Callable
+  level: Callable
   update: Callable
   extend: Callable | None = None
   needs_costs: bool = False

@@ -80,6 +80,7 @@ def combined(
   num_nodes: int,
   depth: int,
   laws: tuple[int, ...],
+  cheap_depth: int | None = None,
 ) -> Drafter:
   """Builds the whole; its state and its tables are `{part: ...}`.
 
@@ -90,6 +91,7 @@ def combined(
     num_nodes: `N` of the whole.
     depth: `K` of the whole.
     laws: of the whole.
+    cheap_depth: of the whole.
 
   Raises:
     ValueError: if two parts have tables of different tokenizers.
@@ -133,6 +135,7 @@ def combined(
     greedy_only=any(d.greedy_only for d in parts.values()),
     catches_up=any(d.catches_up for d in parts.values()),
     alternates=any(d.alternates for d in parts.values()),
+    cheap_depth=cheap_depth,
     taps=next(iter(taps), None),
   )
 
@@ -178,9 +181,8 @@ def ask(
     residual=noise.residual,
     plain=noise.plain[:, : part.depth + 1],
   )
-  context = dataclasses.replace(
-    context, max_depth=jnp.minimum(context.max_depth, part.depth)
-  )
+  depth = jnp.minimum(context.max_depth, part.depth)
+  context = dataclasses.replace(context, max_depth=depth, cheap=None)
   return part.propose(params_of(params, name), own, state[name], context)
 
 

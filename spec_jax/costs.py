@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.base import Drafter
-from spec_jax.length import forced
+from spec_jax.cost_policy import forced
+from spec_jax.levels import Levels
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
 
@@ -24,7 +25,7 @@ _BEHIND = 16
 
 def num_costs(drafter: Drafter) -> int:
   """Returns how many costs a drafter's steps have, see `measure_costs`."""
-  return drafter.depth + 1 + drafter.catches_up
+  return Levels.of(drafter).num + 1 + drafter.catches_up
 
 
 def check_costs(costs: Sequence[float], drafter: Drafter) -> None:
@@ -50,7 +51,7 @@ def typical_length(jobs: Sequence[Job]) -> int:
 def measure_costs(
   engine: Any, rounds: int = 5, tokens: int = _PROMPT
 ) -> tuple[list[float], float]:
-  """Measures steps of a full batch by depth, and what catching up costs.
+  """Measures steps of a full batch by level, and what catching up costs.
 
   Rows hold a prompt that repeats itself, so that every drafter has something
   to propose, and take one step at depth 0, 1, `K` and where the target's pass
@@ -69,12 +70,12 @@ def measure_costs(
       in each.
 
   Returns:
-    (`K + 1` seconds, not falling, and for a drafter that catches up the seconds
-    of one token of it; seconds that a call takes for no step).
+    (`L + 1` seconds, of each way not falling, and for a drafter that catches
+    up the seconds of one token of it; seconds that a call takes for no step).
   """
   programs, config = engine.programs, engine.config
   drafter = programs.drafter
-  K, B = drafter.depth, config.batch_size
+  K, B, levels = drafter.depth, config.batch_size, Levels.of(drafter)
   late = _BEHIND if drafter.catches_up else 0
   num = max(_PROMPT, min(tokens, _READ // B))
   num = max(2, min(num, config.slots - K - late - 2))
@@ -97,10 +98,10 @@ def measure_costs(
   periods = (_PERIOD, num) if drafter.alternates else (_PERIOD,)
   states = [after_prompt(period) for period in periods]
 
-  def take(state, depth, steps=1):
-    """Returns (state, seconds) after steps of a copy at a depth."""
+  def take(state, level, steps=1):
+    """Returns (state, seconds) after steps of a copy at a level."""
     copy = jax.tree.map(jnp.copy, state)
-    policy = forced(copy.policy, depth)
+    policy = forced(copy.policy, level)
     copy = jax.block_until_ready(dataclasses.replace(copy, policy=policy))
     limits = jnp.int32(steps), jnp.int32(B + 1)
     (after, _), seconds = engine.timed(programs.decode, copy, *limits)
@@ -112,8 +113,13 @@ def measure_costs(
   else:
     edges = [d for n in programs.widths for d in (n - 1, n) if d <= K]
     depths = sorted({0, 1, K, *edges})
+  # Of each way the levels that are measured, its deepest among them.
+  measured = [
+    [s.start + min(d, deepest) for d in depths if d]
+    for s, deepest in zip(levels.slices(), levels.depths, strict=True)
+  ]
   times: dict[int, list[list[float]]] = {
-    d: [[] for _ in states] for d in depths
+    level: [[] for _ in states] for level in sorted({0}.union(*measured))
   }
   caught_up: list[float] = []
   calls: list[float] = []
@@ -122,9 +128,9 @@ def measure_costs(
     seconds = take(states[0], 0, 0)[1]
     if round_:
       calls.append(seconds)
-    for d in depths:
-      for state, found in zip(states, times[d], strict=True):
-        seconds = take(state, d)[1]
+    for level, found_of in times.items():
+      for state, found in zip(states, found_of, strict=True):
+        seconds = take(state, level)[1]
         if round_:
           found.append(seconds)
     if late:
@@ -133,9 +139,18 @@ def measure_costs(
         caught_up.append(seconds)
   call = np.median(calls)
   # Never below a tenth of what was measured, whatever else the machine did.
-  dearest = [max(np.median(t) for t in found) for found in times.values()]
-  medians = np.maximum.accumulate([max(t - call, t / 10) for t in dearest])
-  costs = np.interp(np.arange(K + 1), depths, medians).tolist()
+  dearest = {
+    level: max(np.median(t) for t in found) for level, found in times.items()
+  }
+  medians = {level: max(t - call, t / 10) for level, t in dearest.items()}
+  costs = [float(medians[0])]
+  for part, found_at, deepest in zip(
+    levels.slices(), measured, levels.depths, strict=True
+  ):
+    at = sorted(set(found_at))
+    rising = np.maximum.accumulate([medians[x] for x in (0, *at)])
+    where = [0, *(x - part.start for x in at)]
+    costs += np.interp(range(1, deepest + 1), where, rising).tolist()
   if not drafter.catches_up:
     return costs, float(call)
   extra = (np.median(caught_up) - call - costs[1]) / late if late else 0.0

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import kernels, length, metrics, rows as rows_lib
+from spec_jax import cost_policy, kernels, length, metrics, rows as rows_lib
 from spec_jax.base import (
   FINISH_REASONS,
   LENGTH,
@@ -32,6 +32,7 @@ from spec_jax.costs import (
   typical_length,
 )
 from spec_jax.following import LOOK_STEPS, CostFollower, seen
+from spec_jax.levels import Levels
 from spec_jax.programs import (
   EngineConfig,
   Program,
@@ -132,6 +133,7 @@ class Engine:
     self._programs = build_programs(
       model, draft, self.config, mesh, replicate_draft
     )
+    self._levels = Levels.of(self._programs.drafter)
     self.params: dict[str, PyTree] = {"target": params}
     if self._programs.policy.needs_costs:  # until they are known
       self.params["costs"] = jnp.ones(
@@ -171,8 +173,7 @@ class Engine:
   def costs(self) -> list[float] | None:
     """See the argument; None if not needed or not yet measured.
 
-    Those that were measured are followed while the engine decodes, if the
-    policy wants that.
+    Measured ones are followed in decoding, if the policy wants that.
     """
     return self._costs
 
@@ -181,7 +182,7 @@ class Engine:
     if self._policy_state is None:
       return None
     name, follower = self.config.policy, self._follower
-    said = length.report(name, self._policy_state, self._costs)
+    said = length.report(name, self._levels, self._policy_state, self._costs)
     if said is None or follower is None:
       return said
     return said | follower.report()
@@ -205,16 +206,12 @@ class Engine:
     self._put_costs(costs)
 
   def measure_costs(self, jobs: Sequence[Job]) -> list[float]:
-    """Measures what steps cost behind texts as long as the jobs'.
-
-    Returns:
-      `costs`.
-    """
+    """Measures, and returns, `costs` behind texts as long as the jobs'."""
     costs, call_s = measure_costs(self, tokens=typical_length(jobs))
     self.set_costs(costs)
     # Hosts that each believe their own clock would draft differently.
     if self._programs.policy.follows and jax.process_count() == 1:
-      self._follower = CostFollower(costs, self.depth, call_s)
+      self._follower = CostFollower(costs, self._levels, call_s)
     return costs
 
   def _put_costs(self, costs: Sequence[float]) -> None:
@@ -336,7 +333,7 @@ class Engine:
     step_s, call_s = 0.0, _STREAM_S if on_tokens else _CALL_S
     look, follower = None, self._follower
     if follower is not None:
-      follower.begin(seen(state.policy))
+      follower.begin(seen(state.policy, self._levels))
     while True:
       fresh = False
       free = [r for r in range(B) if r not in owner]
@@ -374,7 +371,7 @@ class Engine:
         else:
           state, taken, seconds = self._look(state, look, until)
         if follower is not None and follower.add(
-          seconds, seen(state.policy), look
+          seconds, seen(state.policy, self._levels), look
         ):
           self._put_costs(follower.costs())
       self._add_time(decode_s=seconds)
@@ -409,12 +406,12 @@ class Engine:
     (state, taken), seconds = self.timed(self._programs.decode, state, *limits)
     return state, int(taken), seconds
 
-  def _look(self, state, depth, until):
-    """Takes some steps at a depth, to see what they cost; see `_decode`."""
-    policy = length.forced(state.policy, depth)
+  def _look(self, state, level, until):
+    """Takes some steps at a level, to see what they cost; see `_decode`."""
+    policy = cost_policy.forced(state.policy, level)
     state = dataclasses.replace(state, policy=policy)
     state, *found = self._decode(state, LOOK_STEPS, until)
-    policy = length.forced(state.policy, -1)
+    policy = cost_policy.forced(state.policy, -1)
     return dataclasses.replace(state, policy=policy), *found
 
   def _collect(self, state, row, index, keep_state) -> Finished:

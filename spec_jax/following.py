@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spec_jax.length import CostState
+from spec_jax.cost_policy import CostState
+from spec_jax.levels import Levels
 
 # Steps of a call that is made to look; fewer say nothing.
 LOOK_STEPS = 4
@@ -42,10 +43,10 @@ class Seen(NamedTuple):
   """What a cost-aware policy has counted so far, on the host.
 
   Attributes:
-    reads_at: `[B, K + 1]`, see `length.CostState`.
+    reads_at: `[B, L + 1]`, see `cost_policy.CostState`.
     caught_up: `[B]`, see there.
     behind: `[B]`, see there.
-    accepted: `[K + 1]`, tokens that a step asked for such a depth was seen to
+    accepted: `[L + 1]`, tokens that a step asked for such a level was seen to
       accept in a row, on average of late; 0 where nothing is known.
   """
 
@@ -55,7 +56,7 @@ class Seen(NamedTuple):
   accepted: np.ndarray
 
   def since(self, before: "Seen") -> tuple[np.ndarray, int]:
-    """Returns (steps by depth `[K + 1]`, tokens caught up with) of a call.
+    """Returns (steps by level `[L + 1]`, tokens caught up with) of a call.
 
     A row that ran longest ran in all of its steps.
     """
@@ -64,18 +65,24 @@ class Seen(NamedTuple):
     return at[row], int(self.caught_up[row] - before.caught_up[row])
 
 
-def seen(state: CostState) -> Seen:
+def seen(state: CostState, levels: Levels) -> Seen:
   """Returns what a policy's state has counted."""
   x = jax.device_get(state)
   hits, chances = x.hits.sum(0), x.chances.sum(0)
   rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
-  offered = x.offers.sum() / max(x.asks.sum(), 1.0)
-  accepted = np.append(0.0, offered * np.cumprod(rates).cumsum())
+  offered = x.offers.sum(0) / np.maximum(x.asks.sum(0), 1.0)
+  accepted = np.concatenate(
+    [[0.0]]
+    + [
+      part * np.cumprod(rates[s]).cumsum()
+      for part, s in zip(offered, levels.slices(), strict=True)
+    ]
+  )
   return Seen(x.reads_at, x.caught_up, x.behind, accepted)
 
 
 class _Calls(NamedTuple):
-  """Calls taken together: seconds of their steps, steps by depth, and so on."""
+  """Calls taken together: seconds of their steps, steps by level, and so on."""
 
   seconds: float
   steps_at: np.ndarray
@@ -96,27 +103,28 @@ class CostFollower:
   """Scales measured costs by what the calls of a run take.
 
   Two factors are followed: of a step without a draft, and of one with, at
-  whatever depth. A call with (nearly) no draft moves the first, one with many
+  whatever level. A call with (nearly) no draft moves the first, one with many
   the second.
 
   Attributes:
     num_looks: calls that were made to look.
   """
 
-  def __init__(self, costs: Sequence[float], depth: int, call_s: float):
+  def __init__(self, costs: Sequence[float], levels: Levels, call_s: float):
     """Begins with what was measured.
 
     Args:
       costs: see `costs.measure_costs`.
-      depth: `K`.
+      levels: of the drafter.
       call_s: what a call takes for no step.
     """
     self._base = np.asarray(costs, np.float64)
-    self._depth, self._call_s = depth, call_s
+    self._levels, self._call_s = levels, call_s
+    self._catches_up = len(costs) > levels.num + 1
     self._factors = [deque([1.0] * _CALLS, _CALLS) for _ in range(2)]
     self._unseen_s = [0.0, 0.0]  # since a kind of step was shown
     self._since_look_s = [0.0, 0.0]
-    self._usual = 0  # the depth drafted most
+    self._usual = 0  # the level drafted most
     self._looked, self._looks_left = 0, 0
     self._pending: _Calls | None = None
     self._seen: Seen | None = None
@@ -133,7 +141,7 @@ class CostFollower:
     plain, deep = self.factors
     scaled = self._base * deep
     scaled[0] = self._base[0] * plain
-    steps = slice(1, self._depth + 1)
+    steps = slice(1, self._levels.num + 1)
     scaled[steps] = np.maximum(scaled[steps], scaled[0])
     return scaled.tolist()
 
@@ -142,15 +150,15 @@ class CostFollower:
     self._seen, self._pending, self._looks_left = counted, None, 0
 
   def look(self) -> int | None:
-    """Returns a depth that the next `LOOK_STEPS` steps shall take, or None."""
+    """Returns a level that the next `LOOK_STEPS` steps shall take, or None."""
     if self._looks_left:
       return self._looked
-    for kind, depth in enumerate((0, self._usual)):
+    for kind, level in enumerate((0, self._usual)):
       waited = min(self._unseen_s[kind], self._since_look_s[kind])
       # What was never drafted is not looked at: the policy's own probes first.
-      if kind == (depth > 0) and waited * _SHARE >= self._price(kind):
-        self._looked, self._looks_left = depth, _LOOKS
-        return depth
+      if kind == (level > 0) and waited * _SHARE >= self._price(kind):
+        self._looked, self._looks_left = level, _LOOKS
+        return level
     return None
 
   def add(self, seconds: float, counted: Seen, looked: int | None) -> bool:
@@ -184,9 +192,9 @@ class CostFollower:
     return False
 
   def _learn(self, calls: _Calls) -> bool:
-    steps = self._base[: self._depth + 1] * calls.steps_at
-    catches_up = len(self._base) > self._depth + 1
-    caught_up = calls.caught_up * self._base[-1] if catches_up else 0.0
+    steps = self._base[: self._levels.num + 1] * calls.steps_at
+    late = self._catches_up
+    caught_up = calls.caught_up * self._base[-1] if late else 0.0
     measured = [float(steps[0]), float(steps[1:].sum() + caught_up)]
     expected = [x * f for x, f in zip(measured, self.factors, strict=True)]
     share = expected[1] / sum(expected)
@@ -202,12 +210,12 @@ class CostFollower:
   def _price(self, kind: int) -> float:
     """Returns the seconds that looks at a kind of step would lose."""
     assert self._seen is not None
-    costs, depth = self.costs(), self._usual
-    plain, deep = costs[0], costs[depth]
-    tokens = 1 + float(self._seen.accepted[depth])
+    costs, level = self.costs(), self._usual
+    plain, deep = costs[0], costs[level]
+    tokens = 1 + float(self._seen.accepted[level])
     lost = deep - plain * tokens if kind else plain - deep / tokens
     price = self._call_s + LOOK_STEPS * max(lost, _LEAST * plain)
-    if kind and len(costs) > self._depth + 1:
+    if kind and self._catches_up and self._levels.way_of[level] == 0:
       return _LOOKS * price + costs[-1] * int(self._seen.behind.max())
     return _LOOKS * price
 

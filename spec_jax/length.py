@@ -5,16 +5,15 @@ before a token is drawn, never at the token: so the output law stays the
 target's whatever it decides.
 """
 
-from collections.abc import Sequence
-import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.base import Array, Drafter, LengthPolicy, Outcome
+from spec_jax.base import Drafter, LengthPolicy, Outcome
+from spec_jax.cost_policy import cost
+from spec_jax.levels import WAYS, Levels
 from spec_jax.options import check_options, options_of, types_of
 
 
@@ -28,7 +27,7 @@ def fixed(depth: int) -> LengthPolicy:
     raise ValueError(f"draft depth must be at least 0, got {depth}")
   return LengthPolicy(
     init=lambda batch: jnp.full((batch,), depth, jnp.int32),
-    max_depth=lambda state, running, costs: state,
+    level=lambda state, running, costs: state,
     update=lambda state, outcome: state,
   )
 
@@ -113,236 +112,18 @@ def average(depth: int, *, start: int = 0) -> LengthPolicy:
 
   return LengthPolicy(
     init=lambda batch: jnp.full((batch,), first, jnp.int32),
-    max_depth=lambda state, running, costs: state,
+    level=lambda state, running, costs: state,
     update=update,
   )
 
 
-@flax.struct.dataclass
-class CostState:
-  """What the cost-aware policy knows of each row; outlives its prompts.
-
-  Attributes:
-    hits: `[B, K]` float32, decayed count of acceptances at depth `i + 1`.
-    chances: `[B, K]` float32, decayed count of chances.
-    asks: `[B]` float32, decayed count of steps that asked for a draft.
-    offers: `[B]` float32, decayed count of those in which one was proposed.
-    widens: `[B]` float32, decayed count of those in which the target's pass was
-      widened, for a draft or for the drafter's own use.
-    idle: `[B]` int32, steps since any row of the batch drafted.
-    asked_at: `[B, K + 1]` int32, steps by the depth asked for, 0 where the
-      target read the root alone for this row.
-    reads_at: `[B, K + 1]` int32, steps in which the row ran, by the depth of
-      the batch's deepest draft, 0 where the target read the roots alone.
-    behind: `[B]` int32, tokens of the row's text committed since the row
-      drafted.
-    caught_up: `[B]` int32, tokens caught up with in these steps, in each
-      those of the row that was most behind.
-    num_probes: `[B]` int32, steps that drafted only to look again.
-    force: `[B]` int32, a depth to take whatever is known (to measure what it
-      costs); -1 = decide.
-  """
-
-  hits: Array
-  chances: Array
-  asks: Array
-  offers: Array
-  widens: Array
-  idle: Array
-  asked_at: Array
-  reads_at: Array
-  behind: Array
-  caught_up: Array
-  num_probes: Array
-  force: Array
-
-
-def cost(
-  depth: int,
-  *,
-  probe: int = 32,
-  budget: float = 0.02,
-  margin: float = 0.05,
-  memory: float = 50.0,
-  prior: float = 0.7,
-  carry: float = 0.3,
-  follow: bool = True,
-) -> LengthPolicy:
-  """Builds the policy that drafts as deep as pays, down to not at all.
-
-  `costs[d]` are the seconds of a step that drafts `d` deep, measured on this
-  device. With `a_i` a row's running estimate of the chance that depth `i` is
-  accepted where depth `i - 1` was, and `m` of the chance that there is anything
-  to propose, a step emits `1 + m (a_1 + a_1 a_2 + ...)` tokens; the wider pass
-  is paid by the whole batch if any row proposes, or reads for its drafter's
-  own use. The batch drafts at the depth
-  with the most expected tokens a second. If it has not drafted for `probe`
-  steps, or for so many more that probes take at most `budget` of the time, it
-  drafts once to look again. A draft model that was not asked must then catch
-  up, which counts as a part of the probe: where that alone takes more than the
-  budget, it is asked again at the beginning of the next prompt (in a batch when
-  its rows' prompts are all new enough). What it must catch up with is charged
-  to the next `probe` steps where it had not been asked.
-
-  Args:
-    depth: `K`.
-    probe: steps without a draft after which one is tried, at least.
-    budget: fraction of the time that such tries may take.
-    margin: drafting must promise so much more than not drafting, as a
-      fraction: what costs and chances are uncertain by.
-    memory: chances after which an estimate has forgotten all but 1/e.
-    prior: chance of acceptance before anything is known, of this row or of
-      the others; below a depth that does better, that depth's.
-    carry: weight of what is known of a row at its next prompt: after one
-      without use for drafts the next shall soon have its own say.
-    follow: whether costs that were measured are followed while an engine
-      decodes, see `spec_jax/following.py`; costs that are given are not.
-
-  Raises:
-    ValueError: if a number is out of range.
-
-  Reference: Leviathan et al. 2023, theorem 3.8; Liu et al. 2024, "SmartSpec".
-  """
-  if probe < 1:
-    raise ValueError(f"probe must be at least 1, got {probe}")
-  if not 0 < budget <= 1:
-    raise ValueError(f"budget must be in (0, 1], got {budget}")
-  if margin < 0:
-    raise ValueError(f"margin must be at least 0, got {margin}")
-  if memory <= 1:
-    raise ValueError(f"memory must be above 1, got {memory}")
-  if not 0 < prior < 1:
-    raise ValueError(f"prior must be in (0, 1), got {prior}")
-  if not 0 <= carry <= 1:
-    raise ValueError(f"carry must be in [0, 1], got {carry}")
-  keep, weight = 1 - 1 / memory, 2.0  # the prior counts as so many chances
-
-  def init(batch):
-    per_depth = jnp.zeros((batch, depth), jnp.float32)
-    zeros = jnp.zeros((batch,), jnp.int32)
-    return CostState(
-      hits=per_depth,
-      chances=per_depth,
-      asks=jnp.zeros((batch,), jnp.float32),
-      offers=jnp.zeros((batch,), jnp.float32),
-      widens=jnp.zeros((batch,), jnp.float32),
-      idle=zeros,
-      asked_at=jnp.zeros((batch, depth + 1), jnp.int32),
-      reads_at=jnp.zeros((batch, depth + 1), jnp.int32),
-      behind=zeros,
-      caught_up=zeros,
-      num_probes=zeros,
-      force=zeros - 1,
-    )
-
-  def estimate(hits, chances, before):
-    """Returns each row's rate: its own, begun with that of the other rows."""
-    other_hits = hits.sum(0, keepdims=True) - hits
-    other_chances = chances.sum(0, keepdims=True) - chances
-    pooled = (other_hits + weight * before) / (other_chances + weight)
-    return (hits + weight * pooled) / (chances + weight)
-
-  def chances_of(state):
-    """Returns `[B, K]` rates; depths that were not tried are thought well of.
-
-    Where a depth is nearly always accepted, so may the next one be: without
-    that a policy that does well stays where it is.
-    """
-    rates: list[Array] = []
-    before: Array | float = prior
-    for i in range(depth):
-      rate = estimate(state.hits[:, i], state.chances[:, i], before)
-      before = jnp.maximum(prior, rate)
-      rates.append(rate)
-    return jnp.stack(rates, -1)
-
-  def max_depth(state, running, costs):
-    if not depth:  # a drafter that never drafts
-      return jnp.zeros_like(state.idle)
-    chance = chances_of(state)
-    more = jnp.cumsum(jnp.cumprod(chance, -1), -1)  # [B, K] tokens, depth d
-    offer = estimate(state.offers, state.asks, 1.0)
-    offer = jnp.where(running, offer, 0)
-    wide = estimate(state.widens, state.asks, 1.0)
-    wide = jnp.where(running, wide, 0)
-    rows = running.sum()
-    plain, deep = costs[0], costs[1 : depth + 1]
-    catch_up = costs[depth + 1] if costs.shape[0] > depth + 1 else 0.0
-    somebody = 1 - jnp.prod(1 - wide)
-    late = jnp.where(running, state.behind, 0).max()
-    spent = plain + somebody * (deep - plain) + catch_up * late / probe
-    rate = (rows + (offer[:, None] * more).sum(0)) / spent
-    best = jnp.argmax(rate)
-    pays = rate[best] > rows / plain * (1 + margin)
-    extra = (deep[best] + catch_up * late) / plain - 1
-    wait = jnp.maximum(probe, extra / budget)
-    idle = jnp.where(running, state.idle, jnp.iinfo(jnp.int32).max).min()
-    asked = jnp.where(pays | (idle >= wait), 1 + best, 0)
-    asked = jnp.broadcast_to(asked, running.shape)
-    return jnp.where(state.force >= 0, state.force, asked).astype(jnp.int32)
-
-  def update(state, outcome: Outcome):
-    chance, running = outcome.chance, outcome.running
-    fade = jnp.where(chance, keep, 1.0)
-    drafted = chance.any(-1)
-    asked = (outcome.asked > 0) & running
-    slow = jnp.where(asked, keep, 1.0)
-    paid = outcome.widened
-    probed = paid & running & (state.idle >= probe)
-    tried = jnp.where(paid, outcome.asked, 0)[:, None]
-    at = (jnp.arange(depth + 1)[None] == tried) & running[:, None]
-    deepest = jnp.where(running[:, None], tried, 0).max()
-    read = (jnp.arange(depth + 1)[None] == deepest) & running[:, None]
-    late = jnp.where(asked, state.behind, 0).max()
-    return dataclasses.replace(
-      state,
-      hits=state.hits * fade + outcome.accepted,
-      chances=state.chances * fade + chance,
-      asks=state.asks * slow + asked,
-      offers=state.offers * slow + drafted,
-      widens=state.widens * slow + paid,
-      idle=jnp.where(
-        running, jnp.where(paid.any(), 0, state.idle + 1), state.idle
-      ),
-      asked_at=state.asked_at + at,
-      reads_at=state.reads_at + read,
-      behind=jnp.where(asked, 0, state.behind + outcome.num_tokens),
-      caught_up=state.caught_up + jnp.where(running, late, 0),
-      num_probes=state.num_probes + probed,
-    )
-
-  return LengthPolicy(
-    init,
-    max_depth,
-    update,
-    needs_costs=True,
-    follows=follow,
-    restart=lambda state: dataclasses.replace(
-      state,
-      hits=state.hits * carry,
-      chances=state.chances * carry,
-      asks=state.asks * carry,
-      offers=state.offers * carry,
-      widens=state.widens * carry,
-      behind=jnp.zeros_like(state.behind),
-    ),
-  )
-
-
-POLICIES = {
+POLICIES: dict[str, Callable[..., LengthPolicy]] = {
   "fixed": fixed,
   "confidence": confidence,
   "entropy": entropy,
   "average": average,
   "cost": cost,
 }
-
-
-def forced(policy: CostState, depth: int) -> CostState:
-  """Returns a state whose next steps draft so deep; -1 = as the policy says."""
-  old = policy.force
-  new = jax.device_put(jnp.full(old.shape, depth, old.dtype), old.sharding)
-  return dataclasses.replace(policy, force=new)
 
 
 def check(policy: LengthPolicy, drafter: Drafter) -> None:
@@ -379,12 +160,12 @@ def option_types() -> dict[str, type]:
   return found
 
 
-def build(name: str, depth: int, **settings) -> LengthPolicy:
+def build(name: str, levels: Levels, **settings) -> LengthPolicy:
   """Builds a policy by name.
 
   Args:
     name: a key of `POLICIES`.
-    depth: the drafter's `K`.
+    levels: of the drafter; only "cost" asks in another than its first way.
     **settings: the policy's options.
 
   Raises:
@@ -392,16 +173,18 @@ def build(name: str, depth: int, **settings) -> LengthPolicy:
   """
   options(name)  # refuses a name that there is not
   check_options(f"length policy {name!r}", settings, POLICIES[name])
-  return POLICIES[name](depth, **settings)
+  bound = levels if name == "cost" else levels.depths[0]
+  return POLICIES[name](bound, **settings)
 
 
 def report(
-  name: str, state: Any, costs: Sequence[float] | None
+  name: str, levels: Levels, state: Any, costs: Sequence[float] | None
 ) -> dict[str, Any] | None:
   """Returns what a policy did, for people and results; None if it is fixed.
 
   Args:
     name: of the policy.
+    levels: of the drafter.
     state: its state after a run.
     costs: see `Engine`, if it needed them.
 
@@ -410,12 +193,13 @@ def report(
     by depth as last estimated, the costs as they are now, those of a step by
     depth relative to no draft, those of a token of catching up, and in
     `alarm` one line if drafting
-    was off in most steps, saying why, else None.
+    was off in most steps, saying why, else None. For a drafter that is asked
+    in several ways that is of all its parts, but for the steps; `ways` has each
+    one's own.
   """
   if name != "cost" or costs is None:
     return {"name": name} if name != "fixed" else None
   taken = np.asarray(state.asked_at).sum(0)
-  depth = len(taken) - 1
   hits, chances = (
     np.asarray(state.hits).sum(0),
     np.asarray(state.chances).sum(0),
@@ -423,27 +207,38 @@ def report(
   rates = [
     float(h / c) if c > 0 else None for h, c in zip(hits, chances, strict=True)
   ]
+  steps = np.bincount(levels.depth_of, taken).astype(int).tolist()
+  ways = {}
+  for way, part in zip(WAYS, levels.slices(), strict=False):
+    ways[way] = {
+      "steps_at_depth": taken[1:][part].tolist(),
+      "accept_cond": rates[part],
+      "relative_costs": [x / costs[0] for x in costs[1:][part]],
+    }
   alarm = None
-  if taken.sum() and taken[0] > taken.sum() / 2:
-    share = taken[0] / taken.sum()
+  if sum(steps) and steps[0] > sum(steps) / 2:
+    share = steps[0] / sum(steps)
     asked = np.asarray(state.asks).sum() > 0
     first = "nothing was proposed" if asked else "none was asked for"
-    if rates and rates[0] is not None:
-      first = (
-        f"the first draft token is accepted {100 * rates[0]:.0f} % of times"
-      )
+    known = [x["accept_cond"][0] for x in ways.values() if x["accept_cond"]]
+    known = [x for x in known if x is not None]
+    if known:
+      best = 100 * max(known)
+      first = f"the first draft token is accepted {best:.0f} % of times"
+    relative = [x for way in ways.values() for x in way["relative_costs"]]
     alarm = (
       f"no draft in {100 * share:.0f} % of steps: {first}, and a step with a "
-      f"draft costs {costs[1] / costs[0]:.2f} to {costs[depth] / costs[0]:.2f} "
+      f"draft costs {min(relative):.2f} to {max(relative):.2f} "
       f"of one without"
     )
-  return {
+  found = {
     "name": name,
     "costs_s": list(costs),
-    "catch_up_s": costs[depth + 1] if len(costs) > depth + 1 else None,
-    "relative_costs": [x / costs[0] for x in costs[: depth + 1]],
-    "steps_at_depth": taken.tolist(),
+    "catch_up_s": next(iter(costs[levels.num + 1 :]), None),
+    "relative_costs": [1.0, *ways[WAYS[0]]["relative_costs"]],
+    "steps_at_depth": steps,
     "num_probes": int(np.asarray(state.num_probes).sum()),
-    "accept_cond": rates,
+    "accept_cond": ways[WAYS[0]]["accept_cond"],
     "alarm": alarm,
   }
+  return found | ({"ways": ways} if levels.num_ways > 1 else {})

@@ -25,6 +25,7 @@ from spec_jax.base import (
   PyTree,
 )
 from spec_jax.drafting import shown_to
+from spec_jax.levels import Levels
 from spec_jax.requests import make_request
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
@@ -97,7 +98,7 @@ class EngineConfig:
           f"drafter 'none' proposes nothing for verifier {self.verifier!r} to "
           f"judge"
         )
-      length.build(self.policy, 1, **dict(self.policy_options))
+      length.build(self.policy, Levels((1,)), **dict(self.policy_options))
     return dataclasses.replace(
       self,
       verifier="token" if plain else self.verifier,
@@ -203,7 +204,7 @@ def build_programs(
   )
   model = shown_to(drafter, model)
   policy = length.build(
-    config.policy, drafter.depth, **dict(config.policy_options)
+    config.policy, Levels.of(drafter), **dict(config.policy_options)
   )
   verifier = verifiers.build(
     config.verifier, drafter, **dict(config.verifier_options)
@@ -349,7 +350,7 @@ def params_shardings(
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   if config.stop_strings:
     out["stops"] = whole
-  if length.build(config.policy, 1).needs_costs:
+  if length.build(config.policy, Levels((1,))).needs_costs:
     out["costs"] = whole
   if tables is not None:
     out["tables"] = jax.tree.map(lambda x: whole, tables)

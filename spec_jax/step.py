@@ -38,6 +38,7 @@ from spec_jax.base import (
 )
 from spec_jax.cache import commit, empty_block
 from spec_jax.drafting import wanted
+from spec_jax.levels import Levels
 from spec_jax.nodes import at_node, take_nodes
 from spec_jax.sampling import (
   add_counts,
@@ -91,7 +92,7 @@ def make_step(
   """
   if logprobs not in (None, "raw", "warped"):
     raise ValueError(f"logprobs must be None, raw or warped, got {logprobs!r}")
-  N, K = drafter.num_nodes, drafter.depth
+  N, K, levels = drafter.num_nodes, drafter.depth, Levels.of(drafter)
   sizes = tuple(sorted({min(max(1, n), N) for n in widths} | {N}))
   extend = policy.extend
   length.check(policy, drafter)
@@ -107,14 +108,16 @@ def make_step(
     # Draft.
     room = state.limit - state.length - 1  # the last token needs no draft
     running = ~state.done
-    asked = policy.max_depth(state.policy, running, params.get("costs"))
-    max_depth = jnp.clip(jnp.minimum(asked, room), 0, K)
+    asked = policy.level(state.policy, running, params.get("costs"))
+    way, depth = levels.split(jnp.clip(asked, 0, levels.num))
+    max_depth = jnp.maximum(jnp.minimum(depth, room), 0)
     max_depth = jnp.where(running, max_depth, 0)
     context = Context(
       tokens=state.tokens,
       length=state.length,
       done=state.done,
       max_depth=max_depth,
+      cheap=None if levels.num_ways == 1 else way > 0,
       sampling=state.sampling,
       counts=counts,
       extend=extend and functools.partial(extend, state.policy),
@@ -146,7 +149,8 @@ def make_step(
     kept, stops, reason = _cut(params, state, verdict)
     num = kept.num_tokens
     live = jnp.arange(K + 1)[None] < num[:, None]
-    outcome = _outcome(draft, verdict, kept, max_depth, running)
+    got = levels.join(way, max_depth)
+    outcome = _outcome(draft, verdict, kept, got, running)
     if drafter.taps is not None:
       path = jnp.maximum(kept.path, 0)
       kept = dataclasses.replace(kept, hidden=take_nodes(output.hidden, path))

@@ -10,6 +10,7 @@ import numpy as np
 
 from spec_jax import corpus, drafters, length, verifiers
 from spec_jax.base import DETERMINISTIC
+from spec_jax.levels import Levels
 from tests import fakes, two_vocabularies
 
 
@@ -164,7 +165,7 @@ def _bounded(found: dict[str, Case]) -> dict[str, Case]:
   """
   cases = {}
   for policy in length.POLICIES:
-    asks = length.build(policy, 1).extend is not None
+    asks = length.build(policy, Levels((1,))).extend is not None
     key = "vanilla" if asks else "prompt_lookup"
     if policy not in ("fixed", "entropy"):  # entropy asks as confidence does
       cases[f"{key}+{policy}"] = found[key]._replace(policy=policy)
@@ -183,6 +184,6 @@ def rig_of(case: Case, target, draft, *, slots: int = 64, **kwargs):
     slots=slots,
     verifier=verifier.verify,
     lossy=verifier.lossy,
-    policy=length.build(case.policy, drafter.depth),
+    policy=length.build(case.policy, Levels.of(drafter)),
     **kwargs,
   )

@@ -12,6 +12,7 @@ from spec_jax.base import LengthPolicy
 from spec_jax.drafting import shown_to
 from spec_jax.eagle_model import LEAD
 from spec_jax.heads import Words
+from spec_jax.levels import Levels
 from spec_jax.settings import Settings, in_use
 from tests import fakes
 
@@ -120,7 +121,7 @@ def setting(version, ids, period=1, chunk=4, options=(("num_draft", K),)):
   )
   policy = LengthPolicy(
     init=lambda batch: jnp.zeros((batch,), jnp.int32),
-    max_depth=lambda state, running, costs: jnp.where(
+    level=lambda state, running, costs: jnp.where(
       state % period == period - 1, drafter.depth, 0
     ),
     update=lambda state, outcome: state + 1,
@@ -347,7 +348,7 @@ def test_two_parts_cannot_take_two_kinds_of_heads():
 
 def test_a_policy_that_asks_the_head_is_asked():
   """The head's law is shown to the length policy: a threshold of 1 ends it."""
-  rig = rig_of(policy=length.build("confidence", K, threshold=1.0))
+  rig = rig_of(policy=length.build("confidence", Levels((K,)), threshold=1.0))
   state = rig.run(PROMPTS, NEW)
   # The root's children are drafted before a law of theirs is seen.
   assert int(state.tally.drafted_at[:, 1:].sum()) == 0

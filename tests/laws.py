@@ -14,6 +14,7 @@ from spec_jax import (
 )
 from spec_jax.base import Sampling, Stops
 from spec_jax.drafting import shown_to
+from spec_jax.levels import Levels
 from spec_jax.models import decoder, table
 from spec_jax.rope import Rope
 from spec_jax.rows import Request, make_init
@@ -166,6 +167,8 @@ POLICIES = {
   "chain_average": ("chain", "average", {}),
   "chain_cost": ("chain", "cost", {"probe": 1, "budget": 1.0}),
   "lookup_cost": ("lookup", "cost", {"probe": 1, "budget": 1.0}),
+  "merge_cost": ("merge", "cost", {"probe": 1, "budget": 1.0}),
+  "merge_iid_cost": ("merge_iid", "cost", {"probe": 1, "budget": 1.0}),
   "tli_confidence": ("tli", "confidence", {"threshold": 0.75}),
   "trigram_confidence": ("trigram", "confidence", {"threshold": 0.5}),
 }
@@ -196,11 +199,43 @@ TWO_VOCABULARIES = ("tli", "slem", "tli_confidence", "block_tli")
 COSTS = [1.0, 1.45, 2.0, 2.4, 2.9]
 
 
+def costs_of(drafter):
+  """Returns seconds by level, such that either way is asked in three tokens.
+
+  The second, though said to be dearer, where the first was just refused.
+  """
+  depth, *cheap = Levels.of(drafter).depths
+  more = [1.1 * x for d in cheap for x in COSTS[1 : d + 1]]
+  return [*COSTS[: depth + 1], *more]
+
+
 def parts_of(name):
   """Returns (base, verifier, its options, policy, its options) of a name."""
   under, judge, judge_options = VERIFIERS.get(name, (name, "token", {}))
   base, how, policy_options = POLICIES.get(under, (under, "fixed", {}))
   return base, judge, judge_options, how, policy_options
+
+
+def row_by_row(policy):
+  """Returns a policy that decides for each row as if it were the batch.
+
+  Rows are experiments here, in batches that change while a step is enumerated:
+  what one is asked must not depend on which others stand beside it.
+  """
+
+  def alone(function):
+    def of_row(state, *args):
+      batch = jax.tree.map(lambda x: x[None], (state, *args))
+      return jax.tree.map(lambda x: x[0], function(*batch))
+
+    return jax.vmap(of_row)
+
+  return policy._replace(
+    level=lambda state, running, costs: alone(
+      lambda s, r: policy.level(s, r, costs)
+    )(state, running),
+    update=alone(policy.update),
+  )
 
 
 def prepare(model, params, draft_model, name):
@@ -226,10 +261,11 @@ def prepare(model, params, draft_model, name):
   if drafter.tables is not None:
     params = {**params, "tables": jax.tree.map(jnp.asarray, drafter.tables)}
   verifier = verifiers.build(judge, drafter, **judge_options).verify
-  policy = length.build(how, drafter.depth, **policy_options)
+  policy = length.build(how, Levels.of(drafter), **policy_options)
   length.check(policy, drafter)
   if policy.needs_costs:
-    params = {**params, "costs": jnp.array(COSTS[: drafter.depth + 1])}
+    policy = row_by_row(policy)
+    params = {**params, "costs": jnp.array(costs_of(drafter))}
   return params, drafter, verifier, policy, how
 
 

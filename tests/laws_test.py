@@ -301,6 +301,17 @@ def _law_of_another_root(monkeypatch):
   monkeypatch.setattr(merge, "side_by_side", flat)
 
 
+def _cheap_by_token(monkeypatch):
+  """Whether the dearer part counts depends on the token that it has drawn."""
+  real = merge.side_by_side
+
+  def cheap(one, two, places):
+    kept = two.acceptable & (two.tokens[:, 1:2] > 0)
+    return real(one, dataclasses.replace(two, acceptable=kept), places)
+
+  monkeypatch.setattr(merge, "side_by_side", cheap)
+
+
 def _inner_rule_is_sharper(monkeypatch):
   """What the draft's own verification draws is not of the law it reports."""
 
@@ -330,6 +341,7 @@ TWINS = {
   "served_by_token": (_served_by_token, "table", "first_of", "t0.7"),
   "shares_what_is_drawn": (_shares_what_is_drawn, "table", "merge", "t0.7"),
   "law_of_another_root": (_law_of_another_root, "table", "merge_iid", "t0.7"),
+  "cheap_by_token": (_cheap_by_token, "table", "merge_cost", "t0.7"),
   "inner_rule_is_sharper": (_inner_rule_is_sharper, "table", "cascade", "t0.7"),
 }
 

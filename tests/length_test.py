@@ -11,6 +11,7 @@ from spec_jax.base import Outcome
 from spec_jax.costs import measure_costs
 from spec_jax.engine import Engine
 from spec_jax.generate import Settings
+from spec_jax.levels import Levels
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 
@@ -35,7 +36,7 @@ def depths(policy, state, costs=None, running=None):
   rows = jax.tree.leaves(state)[0].shape[0]
   running = jnp.ones((rows,), bool) if running is None else running
   costs = None if costs is None else jnp.asarray(costs, jnp.float32)
-  return policy.max_depth(state, running, costs).tolist()
+  return policy.level(state, running, costs).tolist()
 
 
 def test_fixed_asks_for_its_depth():
@@ -57,6 +58,10 @@ def test_entropy_is_in_nats():
     assert policy.extend(policy.init(1), law).tolist() == [[goes_on]]
 
 
+def cost(depth, **options):
+  return length.cost(Levels((depth,)), **options)
+
+
 def test_average_grows_by_two_and_falls_by_one():
   policy = length.average(5, start=2)
   state = policy.init(1)
@@ -76,27 +81,27 @@ STEEP = [1.0, 3.0, 5.0, 7.0, 9.0]
 
 def test_cost_drafts_where_it_pays():
   """All is accepted: deep when flat, never when each token costs two."""
-  policy = length.cost(4, prior=0.9)
+  policy = cost(4, prior=0.9)
   state = policy.init(2)
   assert depths(policy, state, FLAT) == [4, 4]
   assert depths(policy, state, STEEP) == [0, 0]
 
 
 def test_cost_bears_a_drafter_that_never_drafts():
-  policy = length.cost(0)
+  policy = cost(0)
   assert depths(policy, policy.init(2), [1.0]) == [0, 0]
 
 
 def test_cost_takes_the_depth_of_the_largest_rate():
   """Accepted half of the time: E = 1, 1.5, 1.75, 1.875, 1.9375."""
-  policy = length.cost(4, prior=0.5)
+  policy = cost(4, prior=0.5)
   costs = [1.0, 1.2, 1.3, 1.45, 1.6]
   rates = np.array([1, 1.5, 1.75, 1.875, 1.9375]) / costs
   assert depths(policy, policy.init(1), costs) == [int(rates.argmax())] == [2]
 
 
 def test_cost_learns_from_refusals_and_looks_again():
-  policy = length.cost(2, probe=5, memory=10.0, budget=1.0)
+  policy = cost(2, probe=5, memory=10.0, budget=1.0)
   costs = [1.0, 1.2, 1.3]
   state = policy.init(1)
   asked = []
@@ -110,7 +115,7 @@ def test_cost_learns_from_refusals_and_looks_again():
   assert first_off < 15
   probes = [i for i in range(first_off, 40) if asked[i]]
   assert np.diff(probes).tolist() == [6] * (len(probes) - 1) and len(probes) > 2
-  said = length.report("cost", state, costs)
+  said = length.report("cost", Levels((2,)), state, costs)
   assert said["num_probes"] == len(probes)
   assert sum(said["steps_at_depth"]) == 40
   assert "accepted 0 % of times" in said["alarm"]
@@ -119,7 +124,7 @@ def test_cost_learns_from_refusals_and_looks_again():
 
 def test_cost_asks_on_until_somebody_has_something_to_propose():
   """Asking costs nothing then; a draft of any row ends the probe of all."""
-  policy = length.cost(2, probe=3, budget=1.0)
+  policy = cost(2, probe=3, budget=1.0)
   state = policy.init(2)
   state = state.replace(chances=jnp.full((2, 2), 50.0))
   costs = [1.0, 1.2, 1.3]
@@ -137,16 +142,16 @@ def test_cost_asks_on_until_somebody_has_something_to_propose():
 
 def test_cost_probes_within_its_budget():
   """A probe that costs 4 steps more, at 2 % of the time: every 200 steps."""
-  policy = length.cost(1, probe=32, budget=0.02)
+  policy = cost(1, probe=32, budget=0.02)
   state = policy.init(1).replace(chances=jnp.full((1, 1), 1e6))
   for idle, asked in ((199, 0), (200, 1)):
-    state = state.replace(idle=jnp.full((1,), idle, jnp.int32))
+    state = state.replace(idle=jnp.full((1, 1), idle, jnp.int32))
     assert depths(policy, state, [1.0, 5.0]) == [asked]
 
 
 def test_a_draft_that_fell_behind_is_asked_again_at_the_next_prompt():
   """Each token of catching up costs .05 steps, more than the budget of .02."""
-  policy = length.cost(1, probe=8, budget=0.02)
+  policy = cost(1, probe=8, budget=0.02)
   state = policy.init(1).replace(chances=jnp.full((1, 1), 1e6))
   costs = [1.0, 1.2, 0.05]
   for _ in range(300):
@@ -158,16 +163,16 @@ def test_a_draft_that_fell_behind_is_asked_again_at_the_next_prompt():
   state = policy.update(state, outcome([1], [[True]], [[False]]))
   assert int(state.behind[0]) == 0 and depths(policy, state, costs) == [0]
   # Cheap to catch up: within the prompt too.
-  state = state.replace(idle=jnp.array([25]), behind=jnp.array([20]))
+  state = state.replace(idle=jnp.array([[25]]), behind=jnp.array([20]))
   assert depths(policy, state, [1.0, 1.2, 0.01]) == [1]
   assert depths(policy, state, costs) == [0]
 
 
 def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():
   """Of 50 chances none was taken; a copy costs a tenth of a step."""
-  policy = length.cost(3)
+  policy = cost(3)
   state = policy.init(1).replace(
-    chances=jnp.array([[50.0, 0.0, 0.0]]), asks=jnp.array([50.0])
+    chances=jnp.array([[50.0, 0.0, 0.0]]), asks=jnp.array([[50.0]])
   )
   state = state.replace(offers=state.asks, widens=state.asks)
   costs = [1.0, 1.1, 1.1, 1.1]
@@ -184,7 +189,7 @@ def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():
 
 def test_a_policy_that_does_well_tries_to_do_better():
   """Depths 1 and 2 are always accepted: 5 tokens for 6 s beat 3 for 4."""
-  policy, costs = length.cost(4), jnp.array([2.0, 3, 4, 5, 6])
+  policy, costs = cost(4), jnp.array([2.0, 3, 4, 5, 6])
   state = policy.init(1)
   for step in range(12):
     (asked,) = depths(policy, state, costs)
@@ -196,7 +201,7 @@ def test_a_policy_that_does_well_tries_to_do_better():
 
 def test_a_row_begins_with_what_the_others_know():
   """One bad step of 16 rows is enough; of one row it is not."""
-  policy = length.cost(2)
+  policy = cost(2)
   costs = [1.0, 1.5, 1.5]
   for rows, expected in ((1, 2), (16, 0)):
     state = policy.init(rows)
@@ -210,13 +215,13 @@ def test_a_row_begins_with_what_the_others_know():
 
 def test_cost_counts_rows_that_have_nothing_to_propose():
   """One row of eight proposes in half of the steps: a wide pass for one."""
-  policy = length.cost(1, margin=0.02)
+  policy = cost(1, margin=0.02)
   state = policy.init(8)
-  never = jnp.arange(8) > 0
+  never = jnp.arange(8)[:, None] > 0
   state = state.replace(
     hits=jnp.full((8, 1), 1e6),
     chances=jnp.full((8, 1), 1e6),
-    asks=jnp.full((8,), 1e6),
+    asks=jnp.full((8, 1), 1e6),
     offers=jnp.where(never, 0.0, 5e5),
     widens=jnp.where(never, 0.0, 5e5),
   )
@@ -226,7 +231,7 @@ def test_cost_counts_rows_that_have_nothing_to_propose():
 
 def test_cost_counts_passes_that_are_wide_without_a_draft():
   """A drafter that reads for itself and proposes in one step of four."""
-  policy = length.cost(1)
+  policy = cost(1)
   state = policy.init(1)
   for step in range(200):
     chance = [[step % 4 == 0]]
@@ -238,7 +243,7 @@ def test_cost_counts_passes_that_are_wide_without_a_draft():
 
 
 def test_done_rows_have_no_say():
-  policy = length.cost(2)
+  policy = cost(2)
   state = policy.init(2)
   good = jnp.array([[50.0, 50.0], [0.0, 0.0]])
   state = state.replace(hits=good, chances=good * 0 + 50)
@@ -267,7 +272,7 @@ def test_done_rows_have_no_say():
 )
 def test_what_is_out_of_range_is_named(name, options, message):
   with pytest.raises(ValueError, match=message):
-    length.build(name, 4, **options)
+    length.build(name, Levels((4,)), **options)
 
 
 # --- in an engine -----------------------------------------------------------

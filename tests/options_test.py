@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spec_jax import drafters, length, verifiers
+from spec_jax.levels import Levels
 from spec_jax.options import check_types, types_of
 from tests import fakes
 
@@ -54,7 +55,7 @@ def test_drafters_verifiers_and_policies_check_types():
   with pytest.raises(ValueError, match=r"epsilon of verifier .* a number"):
     verifiers.build("typical", plain, epsilon="x")
   with pytest.raises(ValueError, match=r"probe of length policy .* an integer"):
-    length.build("cost", 2, probe=1.5)
+    length.build("cost", Levels((2,)), probe=1.5)
 
 
 def test_one_name_has_one_type():

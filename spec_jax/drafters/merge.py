@@ -38,7 +38,9 @@ def build(
   the two may draw at random: a node holds one law for the children that are
   drawn from one. A child that is certain is a point mass whatever that law is,
   and one drawn at random is drawn without a look at what is certain, so a
-  node may have children of both kinds.
+  node may have children of both kinds. Where one part asks a model and the
+  other does not, a policy may ask the other alone: a copy that is nearly free
+  is often as good as both.
 
   Args:
     target: the target model.
@@ -62,13 +64,26 @@ def build(
     )
   N1, N2 = (d.num_nodes for d in parts.values())
   N, K = N1 + N2 - 1, max(d.depth for d in parts.values())
+  dear = [n for n, d in parts.items() if d.catches_up or d.taps is not None]
+  cheap = [d.depth for n, d in parts.items() if n not in dear]
+  cheap_depth = (cheap[0] or None) if len(cheap) == 1 else None
   # A node that is drawn at random stays where its noise is.
   certain = laws_of(parts) == (DETERMINISTIC,)
 
+  def context_of(name, context: Context) -> Context:
+    if context.cheap is None or name not in dear:
+      return context
+    # Depth 0 in all rows is no work: every drafter keeps to that.
+    depth = jnp.where(context.cheap, 0, context.max_depth)
+    return dataclasses.replace(context, max_depth=depth)
+
   def propose(params, noise, state, context: Context):
-    one, one_carry = ask(parts, "first", params, noise, state, context)
+    one, one_carry = ask(
+      parts, "first", params, noise, state, context_of("first", context)
+    )
     two, two_carry = ask(
-      parts, "second", params, noise, state, context, first_node=N1
+      *(parts, "second", params, noise, state, context_of("second", context)),
+      first_node=N1,
     )
     places = share(one, two)
     draft = side_by_side(one, two, places)
@@ -92,7 +107,13 @@ def build(
     }
 
   return combined(
-    parts, propose, update, num_nodes=N, depth=K, laws=laws_of(parts)
+    parts,
+    propose,
+    update,
+    num_nodes=N,
+    depth=K,
+    laws=laws_of(parts),
+    cheap_depth=cheap_depth,
   )
 
 

@@ -1,0 +1,211 @@
+"""Tests of a drafter that is asked in two ways, and of who asks which."""
+
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import drafters, length
+from spec_jax.base import Outcome
+from spec_jax.engine import Engine
+from spec_jax.levels import WAYS, Levels
+from spec_jax.programs import EngineConfig
+from spec_jax.requests import Job
+from spec_jax.settings import Settings
+from tests import fakes
+
+V = 13
+# Three depths with all parts, two of the copying part alone.
+LEVELS = Levels((3, 2))
+
+
+def test_levels_and_their_ways_and_depths():
+  levels = jnp.arange(6)
+  way, depth = LEVELS.split(levels)
+  assert (LEVELS.num, LEVELS.num_ways) == (5, 2)
+  assert way.tolist() == [0, 0, 0, 0, 1, 1]
+  assert depth.tolist() == [0, 1, 2, 3, 1, 2]
+  assert LEVELS.join(way, depth).tolist() == levels.tolist()
+  # No room is no draft, whatever the way.
+  assert LEVELS.join(jnp.array([0, 1]), jnp.array([0, 0])).tolist() == [0, 0]
+  parts = np.arange(1, 6)
+  assert [parts[s].tolist() for s in LEVELS.slices()] == [[1, 2, 3], [4, 5]]
+  assert Levels((0,)).num == 0
+
+
+@pytest.mark.parametrize(
+  ("name", "first", "second", "cheap"),
+  [
+    ("merge", "prompt_lookup(num_draft=3)", "vanilla(num_draft=5)", 3),
+    ("merge", "vanilla(num_draft=5)", "recycling", 4),
+    ("merge", "prompt_lookup", "recycling", None),  # nothing is dear
+    ("merge", "vanilla(siblings='top_k', tree=(2,))", "best_first", None),
+    ("merge", "none", "vanilla", None),  # nothing is left
+    ("first_of", "prompt_lookup", "vanilla", None),
+  ],
+)
+def test_what_can_be_asked_alone(name, first, second, cheap):
+  model, _ = fakes.tiny(V)
+  drafter = drafters.build(
+    name, model, model, slots=64, first=first, second=second
+  )
+  assert drafter.cheap_depth == cheap
+  assert Levels.of(drafter).num == drafter.depth + (cheap or 0)
+
+
+# --- the cost-aware policy ---------------------------------------------------
+
+
+def outcome(level, accepted):
+  """Returns what one row learns: so many accepted of what was asked."""
+  level = jnp.asarray(level)
+  _, depth = LEVELS.split(level)
+  at, kept = jnp.arange(3), jnp.minimum(accepted, depth)
+  return Outcome(
+    asked=level[None],
+    running=jnp.array([True]),
+    chance=((at < depth) & (at <= accepted))[None],
+    accepted=(at < kept)[None],
+    widened=(level > 0)[None],
+    num_tokens=1 + kept[None],
+  )
+
+
+def levels_of(policy, costs, accepted, steps, state=None):
+  """Returns (levels asked for, state); `accepted` by way."""
+
+  def step(state, _):
+    level = policy.level(state, jnp.array([True]), costs)[0]
+    kept = jnp.array(accepted)[LEVELS.split(level)[0]]
+    return policy.update(state, outcome(level, kept)), level
+
+  state = policy.init(1) if state is None else state
+  state, asked = lax.scan(step, state, None, steps)
+  return asked.tolist(), state
+
+
+@pytest.mark.parametrize(
+  ("costs", "accepted", "usual"),
+  [
+    # 4 tokens for 2 against 3 for 1.7, and against 3 for 1.2.
+    ([1.0, 1.8, 1.9, 2.0, 1.6, 1.7], (3, 2), 3),
+    ([1.0, 1.8, 1.9, 2.0, 1.1, 1.2], (3, 2), 5),
+    # What copies is never right.
+    ([1.0, 1.3, 1.4, 1.5, 1.1, 1.2], (3, 0), 3),
+    ([1.0, 1.3, 1.4, 1.5, 1.1, 1.2], (0, 0), 0),
+  ],
+)
+def test_the_way_that_pays_most_is_taken(costs, accepted, usual):
+  """Whatever was thought at first; the other is tried now and then."""
+  policy = length.cost(LEVELS, probe=16, budget=0.1)
+  costs = jnp.array(costs)
+  _, state = levels_of(policy, costs, accepted, 100)
+  asked, state = levels_of(policy, costs, accepted, 300, state)
+  counts = np.bincount(asked, minlength=6)
+  assert counts[usual] > 0.85 * 300
+  for way in range(2):
+    assert counts[1:][LEVELS.slices()[way]].sum() >= 2
+  assert int(state.num_probes[0]) > 1
+
+
+def test_tries_of_either_way_stay_within_the_budget():
+  """In vain, 4 and 2 steps longer: at 1 % of the time each."""
+  policy = length.cost(LEVELS, probe=8, budget=0.02)
+  costs = jnp.array([1.0, 5.0, 5.0, 5.0, 3.0, 3.0])
+  _, state = levels_of(policy, costs, (0, 0), 600)
+  asked, _ = levels_of(policy, costs, (0, 0), 1200, state)
+  both, cheap = (np.isin(asked, x).sum() for x in ((1, 2, 3), (4, 5)))
+  assert 2 <= both <= 1200 / 400 + 1
+  assert 4 <= cheap <= 1200 / 200 + 1
+
+
+def test_only_what_asks_a_model_falls_behind():
+  """The copying part alone leaves the model where it was."""
+  policy = length.cost(LEVELS)
+  state = policy.init(1)
+  for level, accepted, behind in ((5, 2, 3), (0, 0, 4), (3, 1, 0), (4, 1, 2)):
+    state = policy.update(state, outcome(level, accepted))
+    assert state.behind.tolist() == [behind]
+  assert state.caught_up.tolist() == [4]
+  assert state.reads_at.tolist() == [[1, 0, 0, 1, 1, 1]]
+  assert state.chances.tolist()[0] == pytest.approx([1, 1, 0, 1.98, 1])
+  assert state.hits.tolist()[0] == pytest.approx([1, 0, 0, 1.98, 1])
+  # It is charged to the way that must: 8 tokens for 4 steps each.
+  costs = jnp.array([1.0, 1.1, 1.1, 1.1, 1.1, 1.1, 4.0])
+  good = jnp.full((1, 5), 1e3)
+  state = dataclasses.replace(
+    state, hits=good, chances=good, behind=jnp.array([32 * 8])
+  )
+  assert policy.level(state, jnp.array([True]), costs).tolist() == [5]
+  state = dataclasses.replace(state, behind=jnp.array([0]))
+  assert policy.level(state, jnp.array([True]), costs).tolist() == [3]
+
+
+# --- in an engine ------------------------------------------------------------
+
+
+def run(policy="cost", costs=None, monkeypatch=None):
+  """Returns (texts, how often the model was asked, the engine)."""
+  model, params = fakes.scripted([1, 2, 3], V)
+  calls = []
+
+  def apply(*args, **kwargs):
+    jax.debug.callback(lambda: calls.append(1))
+    return model.apply(*args, **kwargs)
+
+  config = EngineConfig(
+    drafter="merge",
+    options=(
+      ("first", "prompt_lookup(num_draft=3)"),
+      ("second", "vanilla(num_draft=2, siblings='top_k')"),
+    ),
+    policy=policy,
+    batch_size=1,
+    slots=128,
+  )
+  engine = Engine(
+    model,
+    params,
+    config,
+    draft=model._replace(apply=apply),
+    draft_params=params,
+    costs=costs,
+  )
+  job = Job([1, 2, 3, 1, 2], Settings(max_new_tokens=90, stop_ids=()), (0,))
+  texts = [x.ids for x in engine.run([job])]
+  jax.effects_barrier()
+  return texts, len(calls), engine
+
+
+def test_an_engine_asks_the_model_only_where_it_pays():
+  """All is accepted: 4 tokens a step either way, dear with the model."""
+  text = [[3, *[1, 2, 3] * 30][:90]]
+  dear = [1.0, 4.0, 4.0, 4.0, 1.1, 1.1, 1.1, 0.5]
+  texts, calls, engine = run(costs=dear)
+  assert texts == text
+  said = engine.policy_report()
+  ways = {name: sum(x["steps_at_depth"]) for name, x in said["ways"].items()}
+  assert ways == {WAYS[0]: 0, WAYS[1]: sum(said["steps_at_depth"])}
+  assert said["ways"][WAYS[1]]["relative_costs"] == pytest.approx([1.1] * 3)
+  assert said["ways"][WAYS[1]]["accept_cond"] == [1.0] * 3
+  assert calls == 1  # it has read the prompt
+  # The copy is as dear as both: the model has a say.
+  same = [1.0, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 0.001]
+  texts, calls, engine = run(costs=same)
+  assert texts == text and calls > 10
+  # Other policies ask for all there is.
+  texts, calls, engine = run("fixed")
+  assert texts == text and calls > 10
+
+
+def test_an_engine_measures_both_ways():
+  _, _, engine = run()
+  assert len(engine.costs) == 1 + 3 + 3 + 1
+  plain, *deep, late = engine.costs
+  assert deep[:3] == sorted(deep[:3]) and deep[3:] == sorted(deep[3:])
+  assert min(deep) >= plain and late > 0
+  with pytest.raises(ValueError, match="8 costs above 0 are needed"):
+    run(costs=[1.0] * 5)
