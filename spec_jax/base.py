@@ -135,6 +135,8 @@ class Draft:
     acceptable: `[B, N]` bool; refused nodes are False. Node 0 is ignored.
     read: `[B, N]` bool, nodes the target reads for the drafter's own use
       though they cannot be accepted; None = there are none.
+    cheap: `[B, N]` bool, nodes that a drafter with a `cheap_depth` would also
+      have proposed without its dearer part; None = nobody asks.
   """
 
   tokens: Array
@@ -145,6 +147,7 @@ class Draft:
   probs: Array | None
   acceptable: Array
   read: Array | None = None
+  cheap: Array | None = None
 
 
 @flax.struct.dataclass
@@ -361,6 +364,8 @@ class Outcome:
     widened: `[B]` bool, whether the target read more nodes than the root for
       this row.
     num_tokens: `[B]` int32, tokens committed.
+    cheap: what the nodes of `Draft.cheap` alone had come to, as
+      (chance, accepted, widened); None = there are none.
   """
 
   asked: Array
@@ -369,6 +374,7 @@ class Outcome:
   accepted: Array
   widened: Array
   num_tokens: Array
+  cheap: tuple[Array, Array, Array] | None = None
 
 
 @flax.struct.dataclass

@@ -71,7 +71,8 @@ def cost(
   is paid by the whole batch if any row proposes, or reads for its drafter's
   own use. The batch drafts at the depth
   with the most expected tokens a second; where a drafter can do without its
-  dearer part (`Drafter.cheap_depth`), either way has estimates of its own. A
+  dearer part (`Drafter.cheap_depth`), either way has estimates of its own, and
+  steps with all parts tell about both. A
   way that was not used for `probe` steps, or for so many more that such probes
   take at most `budget` of the time, is used once to look again. A draft model
   that was not asked must then catch
@@ -202,13 +203,25 @@ def cost(
     mine = way[:, None] == way_L[None]
     chance = outcome.chance[:, depth_L - 1] & mine
     accepted = outcome.accepted[:, depth_L - 1] & mine
-    fade = jnp.where(chance, keep, 1.0)
     asked = (outcome.asked > 0) & running
     here = (ways == way[:, None]) & asked[:, None]  # [B, G]
-    slow = jnp.where(here, keep, 1.0)
     drafted = outcome.chance.any(-1)[:, None] & here
-    used = (here & paid[:, None]).any(0)  # [G]
-    before = (jnp.where(here, state.idle, 0)).max(1)
+    widened = paid[:, None] & here
+    used = widened.any(0)  # [G]
+    before = jnp.where(here, state.idle, 0).max(1)
+    if outcome.cheap is not None:
+      # With all parts asked, what the cheap one alone had come to is seen too.
+      theirs = (way_L > 0)[None] & here[:, :1]
+      cheap_chance, cheap_accepted, cheap_widened = outcome.cheap
+      chance = chance | (cheap_chance[:, depth_L - 1] & theirs)
+      accepted = accepted | (cheap_accepted[:, depth_L - 1] & theirs)
+      also = (ways > 0) & here[:, :1]
+      here = here | also
+      drafted = drafted | (cheap_chance.any(-1)[:, None] & also)
+      widened = widened | (cheap_widened[:, None] & also)
+      used = used | (used[:1] & (ways[0] > 0))
+    fade = jnp.where(chance, keep, 1.0)
+    slow = jnp.where(here, keep, 1.0)
     probed = paid & running & (before >= probe)
     tried = jnp.where(paid, outcome.asked, 0)[:, None]
     at = (jnp.arange(L + 1)[None] == tried) & running[:, None]
@@ -222,7 +235,7 @@ def cost(
       chances=state.chances * fade + chance,
       asks=state.asks * slow + here,
       offers=state.offers * slow + drafted,
-      widens=state.widens * slow + (here & paid[:, None]),
+      widens=state.widens * slow + widened,
       idle=jnp.where(
         running[:, None], jnp.where(used[None], 0, state.idle + 1), state.idle
       ),

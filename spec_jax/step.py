@@ -330,18 +330,33 @@ def _outcome(
   """Says which depths had their chance; what was cut off does not count."""
   K = verdict.path.shape[1] - 1
   live = jnp.arange(K)[None] < kept.num_tokens[:, None]
-  parents = jnp.where(draft.acceptable, draft.parents, -1)
-  node = jnp.arange(parents.shape[1])[None, :, None]
-  has_child = (parents[:, None, :] == node).any(-1)
   here, there = verdict.path[:, :-1], verdict.path[:, 1:]
-  chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1) & (here >= 0)
+  node = jnp.arange(draft.parents.shape[1])[None, :, None]
+
+  def came_to(acceptable, along):
+    """Returns (chance, accepted) of nodes, where paths are `along` them."""
+    parents = jnp.where(acceptable, draft.parents, -1)
+    has_child = (parents[:, None, :] == node).any(-1)
+    chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1)
+    chance = chance & (here >= 0) & along[:, :-1] & live
+    return chance, (there >= 0) & along[:, 1:] & live
+
+  everywhere = jnp.ones_like(verdict.path, bool)
+  chance, accepted = came_to(draft.acceptable, everywhere)
+  cheap = None
+  if draft.cheap is not None:
+    those = draft.cheap & draft.acceptable
+    on_path = jnp.take_along_axis(those, jnp.maximum(verdict.path, 0), 1)
+    along = jnp.cumprod(on_path.at[:, 0].set(True), 1).astype(bool)
+    cheap = *came_to(those, along), those.any(-1)
   return Outcome(
     asked=asked,
     running=running,
-    chance=chance & live,
-    accepted=(there >= 0) & live,
+    chance=chance,
+    accepted=accepted,
     widened=wanted(draft).any(-1),
     num_tokens=kept.num_tokens,
+    cheap=cheap,
   )
 
 

@@ -25,6 +25,7 @@ from spec_jax.base import (
   Stops,
 )
 from spec_jax.cache import slot_positions
+from spec_jax.costs import num_costs
 from spec_jax.drafting import root_token, shown_to, static_tree
 from spec_jax.heads import Words
 from spec_jax.models import decoder, table
@@ -253,7 +254,7 @@ class Rig:
     if policy is None:
       policy = length.fixed(drafter.depth if depth is None else depth)
     if policy.needs_costs:  # A draft pays, a deep one a little less.
-      costs = np.linspace(1.0, 1.1, drafter.depth + 1 + drafter.catches_up)
+      costs = np.linspace(1.0, 1.1, num_costs(drafter))
       self.params["costs"] = jnp.asarray(costs, jnp.float32)
     shown = shown_to(drafter, self.model)
     init, resume = rows_lib.make_init(

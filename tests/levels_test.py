@@ -16,6 +16,7 @@ from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 from spec_jax.settings import Settings
 from tests import fakes
+from tests.combining_test import common, look_up
 
 V = 13
 # Three depths with all parts, two of the copying part alone.
@@ -142,6 +143,86 @@ def test_only_what_asks_a_model_falls_behind():
   assert policy.level(state, jnp.array([True]), costs).tolist() == [5]
   state = dataclasses.replace(state, behind=jnp.array([0]))
   assert policy.level(state, jnp.array([True]), costs).tolist() == [3]
+
+
+def test_steps_with_all_parts_tell_about_the_cheap_one():
+  """It had offered two and one was right; all parts had two accepted."""
+  policy = length.cost(LEVELS)
+  seen = dataclasses.replace(
+    outcome(3, 2),
+    cheap=(
+      jnp.array([[True, True, False]]),
+      jnp.array([[True, False, False]]),
+      jnp.array([True]),
+    ),
+  )
+  state = policy.update(policy.init(1), seen)
+  assert state.chances.tolist() == [[1, 1, 1, 1, 1]]
+  assert state.hits.tolist() == [[1, 1, 0, 1, 0]]
+  for counted in (state.asks, state.offers, state.widens):
+    assert counted.tolist() == [[1, 1]]
+  assert state.idle.tolist() == [[0, 0]]
+  # It had nothing to offer, in a step of its own or of all: known all the same.
+  none = jnp.zeros((1, 3), bool), jnp.zeros((1, 3), bool), jnp.array([False])
+  state = policy.update(state, dataclasses.replace(seen, cheap=none))
+  assert state.offers.tolist()[0] == pytest.approx([1.98, 0.98])
+  assert state.asks.tolist()[0] == pytest.approx([1.98, 1.98])
+  assert state.idle.tolist() == [[0, 0]]
+  # Its own steps say nothing of all.
+  state = policy.update(policy.init(1), outcome(5, 1))
+  assert state.chances.tolist() == [[0, 0, 0, 1, 1]]
+  assert state.asks.tolist() == [[0, 1]] and state.idle.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_the_cheap_part_alone_had_come_to(first):
+  """Step by step as lists say, whichever of the two it is."""
+  copies = "prompt_lookup(num_draft=4, max_ngram=2)"
+  asks = "vanilla(tree=(2, 1, 1), siblings='top_k')"
+  model, params = fakes.scripted([1, 2, 1, 3, 1, 1, 2, 4], V)
+  other = fakes.tables(V, seed=3)
+  options = {
+    "first": copies if first else asks,
+    "second": asks if first else copies,
+  }
+  told = []
+
+  def update(state, outcome):
+    jax.debug.callback(lambda *x: told.append(x), *outcome.cheap)
+    return state
+
+  drafter = drafters.build("merge", model, other[0], slots=64, **options)
+  rig = fakes.Rig(
+    (model, params),
+    drafter,
+    draft=other,
+    use=fakes.GREEDY,
+    policy=length.fixed(drafter.depth)._replace(update=update),
+  )
+  prompts = [[5, 1, 1, 5, 2], [1, 2, 1, 3, 1], [9]]
+  state = rig.start(prompts, Settings(max_new_tokens=24))
+  lengths = [state.length.tolist()]
+  while not state.done.all():
+    state, _ = rig.step(rig.params, state)
+    lengths.append(state.length.tolist())
+  jax.effects_barrier()
+  partly = 0
+  for row, prompt in enumerate(prompts):
+    text = prompt + fakes.outputs(state)[row]
+    for at, after, (chance, accepted, widened) in zip(
+      lengths[:-1], lengths[1:], told, strict=True
+    ):
+      at, num = at[row], after[row] - at[row]
+      if not num:
+        assert not (chance[row].any() or widened[row])
+        continue
+      offered = look_up(text[:at], 4, 2, 1)[: len(text) - at - 1]
+      kept = common(offered, text[at : at + num])
+      assert widened[row] == bool(offered)
+      assert accepted[row].sum() == kept
+      assert chance[row].sum() == min(kept + 1, len(offered), num)
+      partly += 0 < kept < len(offered)
+  assert partly > 1
 
 
 # --- in an engine ------------------------------------------------------------

@@ -88,6 +88,10 @@ def build(
     places = share(one, two)
     draft = side_by_side(one, two, places)
     where = jnp.broadcast_to(jnp.arange(N1)[None], one.tokens.shape), places
+    if cheap_depth is not None:
+      its = where["second" not in dear]
+      nodes = jnp.arange(N)[None, :, None]
+      draft = dataclasses.replace(draft, cheap=(its[:, None] == nodes).any(-1))
     if certain:
       shallow = draft.depths <= context.max_depth[:, None]
       draft = dataclasses.replace(draft, acceptable=draft.acceptable & shallow)
@@ -228,4 +232,5 @@ def wanted_first(draft: Draft) -> tuple[Draft, Array]:
     probs=draft.probs,
     acceptable=move(draft.acceptable),
     read=None if draft.read is None else move(draft.read),
+    cheap=None if draft.cheap is None else move(draft.cheap),
   ), moved
