@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from experiments import timing
 from experiments.launch import UserError
+from spec_jax import drafters
+from spec_jax.levels import WAYS
 
 SUBTASKS = (
   "multi-turn",
@@ -203,6 +205,22 @@ def _siblings(lines: Sequence[Line], line: Line) -> list[Line]:
   ]
 
 
+def _copies(lines: Sequence[Line], line: Line) -> Line | None:
+  """Returns the deepest fixed case of a merged drafter's copies alone."""
+  options = line["arguments"].get("options", {}).values()
+  names = {drafters.parse(x)[0] for x in options if isinstance(x, str)}
+  found = [
+    x
+    for x in lines
+    if policy_of(x) == "fixed"
+    and x["arguments"].get("drafter") in names
+    and "draft" not in x["arguments"]
+    and x["temperature"] == line["temperature"]
+    and x["subtask"] == line["subtask"]
+  ]
+  return max(found, key=lambda x: len(x["accept_cond"]), default=None)
+
+
 def bars(lines: Sequence[Line]) -> list[Bar]:
   """Returns what the cost-aware policy must reach, and does.
 
@@ -264,8 +282,11 @@ def time_per_token(
   return (costs[0] + offered * (costs[depth] - costs[0])) / emitted
 
 
-def oracle(line: Line, deepest: Line) -> float:
+def oracle(line: Line, deepest: Line, copies: Line | None = None) -> float:
   """Returns the ratio to plain that the best depth of each prompt would give.
+
+  Of a merged drafter that is the best depth of both parts, or of its copies
+  alone where that is known.
 
   Modelled: acceptance is what a fixed depth measured, costs are what the
   policy went by at the end, and the depth is chosen in hindsight.
@@ -273,12 +294,20 @@ def oracle(line: Line, deepest: Line) -> float:
   Args:
     line: of a cost-aware case, for its costs.
     deepest: of the deepest fixed case of its drafter, for its acceptance.
+    copies: of the deepest fixed case of a merged drafter's copies alone.
   """
   costs, plain, best = line["costs_s"], 0.0, 0.0
   weights = deepest["tokens"]
-  for prompt, tokens in zip(deepest["prompts"], weights, strict=True):
-    depths = range(min(len(costs), 1 + len(prompt["accepted_at"])))
-    times = [time_per_token(prompt, costs, d) for d in depths]
+  ways = [(deepest, costs)]
+  if copies is not None and (own := (line["policy"] or {}).get("ways")):
+    relative = own[WAYS[1]]["relative_costs"]
+    ways.append((copies, [costs[0], *(x * costs[0] for x in relative)]))
+  for i, tokens in enumerate(weights):
+    times = []
+    for way, prices in ways:
+      prompt = way["prompts"][i]
+      depths = range(min(len(prices), 1 + len(prompt["accepted_at"])))
+      times += [time_per_token(prompt, prices, d) for d in depths]
     plain += tokens * costs[0]
     best += tokens * min(times)
   return plain / best
@@ -294,7 +323,7 @@ def report_oracle(lines: Sequence[Line]) -> str:
     if policy_of(line) != "cost" or not line["costs_s"] or not fixed:
       continue
     deepest = max(fixed, key=lambda x: len(x["accept_cond"]))
-    best = oracle(line, deepest)
+    best = oracle(line, deepest, _copies(lines, line))
     text.append(
       f"{line['case']}, T={line['temperature']:g}, {line['subtask']}: "
       f"{line['ratio']:.2f} of {best:.2f} ({100 * line['ratio'] / best:.0f} %)"

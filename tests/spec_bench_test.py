@@ -14,6 +14,7 @@ from experiments import bench_engines, bench_summary as summary, bench_tasks
 from experiments.launch import UserError
 import spec_jax
 from spec_jax import Settings, metrics
+from spec_jax.levels import WAYS
 from spec_jax.requests import Job
 from spec_jax.work import Work, plan
 
@@ -325,6 +326,22 @@ def test_the_oracle_takes_each_prompts_best_depth():
   ours = _line("lookup cost", policy="cost", costs_s=costs)
   # 10 tokens at .875 and 10 at 1 instead of 20 at 1.
   assert summary.oracle(ours, deep) == pytest.approx(20 / 18.75)
+  # Both parts cost 4 a step; the copies alone what they cost above.
+  merged = _line("merged", costs_s=[1.0, 4.0]) | {
+    "arguments": {
+      "drafter": "merge",
+      "policy": "cost",
+      "options": {"first": "prompt_lookup", "second": "eagle(num_nodes=8)"},
+    },
+    "policy": {"ways": {WAYS[1]: {"relative_costs": [1.5, 2.0]}}},
+  }
+  both = _line("fixed", prompts=[bad, bad]) | {
+    "arguments": {**merged["arguments"], "policy": "fixed"}
+  }
+  assert summary.oracle(merged, both) == pytest.approx(1.0)
+  assert summary.oracle(merged, both, deep) == pytest.approx(20 / 18.75)
+  text = summary.report_oracle([deep, both, merged])
+  assert "merged, T=0, rag: 2.00 of 1.07 (188 %)" in text
   text = summary.report_oracle([deep, ours])
   assert "lookup cost, T=0, rag: 2.00 of 1.07 (188 %)" in text
 
