@@ -127,6 +127,11 @@ def table(
     policy = report.get("policy") or {}
     if policy.get("alarm"):
       print(f"{'length policy':24}{policy['alarm']}")
+    if ways := policy.get("ways"):
+      steps = {way: sum(x["steps_at_depth"]) for way, x in ways.items()}
+      steps["none"] = policy["steps_at_depth"][0]
+      said = ", ".join(f"{way} {n}" for way, n in steps.items())
+      print(f"{'steps that asked':24}{said}")
     factors = policy.get("cost_factors", {})
     if any(abs(x - 1) > _MOVED for x in factors.values()):
       said = ", ".join(f"{kind} x{x:.2f}" for kind, x in factors.items())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import show
 from spec_jax import drafters, length
 from spec_jax.base import Outcome
 from spec_jax.engine import Engine
@@ -290,3 +291,16 @@ def test_an_engine_measures_both_ways():
   assert min(deep) >= plain and late > 0
   with pytest.raises(ValueError, match="8 costs above 0 are needed"):
     run(costs=[1.0] * 5)
+
+
+def test_the_table_says_who_was_asked(capsys):
+  dear = [1.0, 4.0, 4.0, 4.0, 1.1, 1.1, 1.1, 0.5]
+  policy = run(costs=dear)[2].policy_report()
+  show.table(
+    {"x": {"decode_tokens_per_s": 1.0, "policy": policy}}, [], 0.0, True
+  )
+  steps = sum(policy["steps_at_depth"])
+  assert (
+    f"steps that asked        all parts 0, without a model {steps}, none 0"
+    in capsys.readouterr().out
+  )
