@@ -61,8 +61,8 @@ def get_config() -> ConfigDict:
   # average, confidence, entropy.
   config.policy = ConfigDict()
   config.policy.name = "cost"
-  # Seconds of a step by depth, from another run's manifest, which are not
-  # followed; () = measured.
+  # Seconds of a step by depth (of a merge with a model, then of its copies
+  # alone), from another run's manifest, which are not followed; () = measured.
   config.policy.costs = ()
   # Options of the policies; None = the policy's own default.
   for option, kind in length.option_types().items():

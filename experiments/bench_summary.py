@@ -302,10 +302,11 @@ def oracle(line: Line, deepest: Line, copies: Line | None = None) -> float:
   if copies is not None and (own := (line["policy"] or {}).get("ways")):
     relative = own[WAYS[1]]["relative_costs"]
     ways.append((copies, [costs[0], *(x * costs[0] for x in relative)]))
-  for i, tokens in enumerate(weights):
+  for tokens, *prompts in zip(
+    weights, *(way["prompts"] for way, _ in ways), strict=True
+  ):
     times = []
-    for way, prices in ways:
-      prompt = way["prompts"][i]
+    for prompt, (_, prices) in zip(prompts, ways, strict=True):
       depths = range(min(len(prices), 1 + len(prompt["accepted_at"])))
       times += [time_per_token(prompt, prices, d) for d in depths]
     plain += tokens * costs[0]

@@ -530,6 +530,7 @@ class LengthPolicy(NamedTuple):
     needs_costs: whether `level` reads `costs`.
     follows: whether costs that were measured are followed while an engine
       decodes; needs `state` to be a `cost_policy.CostState`.
+    knows_ways: whether levels above `K` are meant as such; else they are cut.
     restart: `restart(state) -> state`, for rows that begin another prompt; None
       = they go on.
   """
@@ -540,4 +541,5 @@ class LengthPolicy(NamedTuple):
   extend: Callable | None = None
   needs_costs: bool = False
   follows: bool = False
+  knows_ways: bool = False
   restart: Callable | None = None

@@ -32,7 +32,8 @@ class CostState:
       drafted with all parts.
     caught_up: `[B]` int32, tokens caught up with in these steps, in each
       those of the row that was most behind.
-    num_probes: `[B]` int32, steps that drafted only to look again.
+    num_probes: `[B]` int32, steps that drafted in a way that had rested for
+      `probe` steps: to look again, or because it pays again.
     force: `[B]` int32, a level to take whatever is known (to measure what it
       costs); -1 = decide.
   """
@@ -64,22 +65,23 @@ def cost(
 ) -> LengthPolicy:
   """Builds the policy that drafts as deep as pays, down to not at all.
 
-  `costs[d]` are the seconds of a step that drafts `d` deep, measured on this
-  device. With `a_i` a row's running estimate of the chance that depth `i` is
-  accepted where depth `i - 1` was, and `m` of the chance that there is anything
-  to propose, a step emits `1 + m (a_1 + a_1 a_2 + ...)` tokens; the wider pass
-  is paid by the whole batch if any row proposes, or reads for its drafter's
-  own use. The batch drafts at the depth
+  `costs[d]` are the seconds of a step that drafts `d` deep (at level `d`, see
+  `spec_jax/levels.py`), measured on this device. With `a_i` a row's running
+  estimate of the chance that depth `i` is accepted where depth `i - 1` was, and
+  `m` of the chance that there is anything to propose, a step emits `1 + m (a_1
+  + a_1 a_2 + ...)` tokens; the wider pass is paid by the whole batch if any row
+  proposes, or reads for its drafter's own use. The batch drafts at the depth
   with the most expected tokens a second; where a drafter can do without its
   dearer part (`Drafter.cheap_depth`), either way has estimates of its own, and
-  steps with all parts tell about both. A
-  way that was not used for `probe` steps, or for so many more that such probes
-  take at most `budget` of the time, is used once to look again. A draft model
-  that was not asked must then catch
-  up, which counts as a part of the probe: where that alone takes more than the
-  budget, it is asked again at the beginning of the next prompt (in a batch when
-  its rows' prompts are all new enough). What it must catch up with is charged
-  to the next `probe` steps where it had not been asked.
+  steps with all parts tell about both.
+
+  A way that was not used for `probe` steps, or for so many more that such
+  probes take at most `budget` of the time, is used once to look again. A draft
+  model that was not asked must then catch up, which counts as a part of the
+  probe: where that alone takes more than the budget, it is asked again at the
+  beginning of the next prompt (in a batch when its rows' prompts are all new
+  enough). What it must catch up with is charged to the next `probe` steps where
+  it had not been asked.
 
   Args:
     levels: of the drafter.
@@ -252,6 +254,7 @@ def cost(
     update,
     needs_costs=True,
     follows=follow,
+    knows_ways=True,
     restart=lambda state: dataclasses.replace(
       state,
       hits=state.hits * carry,

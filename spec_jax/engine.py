@@ -104,9 +104,9 @@ class Engine:
       automaton: of the stop strings, if `config.stop_strings`.
       mesh: of axes 'data' and 'model', or None for one device.
       replicate_draft: keep the draft whole on each device.
-      costs: `K + 1` seconds of a step by depth, and one of a token of catching
-        up if the drafter does so, for a length policy that needs them; None =
-        measured on this device before the first run.
+      costs: `L + 1` seconds of a step by level (`spec_jax/levels.py`), and one
+        of a token of catching up if the drafter does so, for a length policy
+        that needs them; None = measured on this device before the first run.
 
     Raises:
       ValueError: for an unknown drafter, policy or option, or a size out of

@@ -47,13 +47,16 @@ class Seen(NamedTuple):
     caught_up: `[B]`, see there.
     behind: `[B]`, see there.
     accepted: `[L + 1]`, tokens that a step asked for such a level was seen to
-      accept in a row, on average of late; 0 where nothing is known.
+      accept in a row, on average of late; depths without a chance add nothing.
+    widened: `[L + 1]`, part of the steps asked for such a level of late that
+      were wider than one without a draft.
   """
 
   reads_at: np.ndarray
   caught_up: np.ndarray
   behind: np.ndarray
   accepted: np.ndarray
+  widened: np.ndarray
 
   def since(self, before: "Seen") -> tuple[np.ndarray, int]:
     """Returns (steps by level `[L + 1]`, tokens caught up with) of a call.
@@ -70,7 +73,8 @@ def seen(state: CostState, levels: Levels) -> Seen:
   x = jax.device_get(state)
   hits, chances = x.hits.sum(0), x.chances.sum(0)
   rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
-  offered = x.offers.sum(0) / np.maximum(x.asks.sum(0), 1.0)
+  asks = np.maximum(x.asks.sum(0), 1.0)
+  offered, widened = x.offers.sum(0) / asks, x.widens.sum(0) / asks
   accepted = np.concatenate(
     [[0.0]]
     + [
@@ -78,7 +82,8 @@ def seen(state: CostState, levels: Levels) -> Seen:
       for part, s in zip(offered, levels.slices(), strict=True)
     ]
   )
-  return Seen(x.reads_at, x.caught_up, x.behind, accepted)
+  widened = np.append(0.0, np.repeat(widened, levels.depths))
+  return Seen(x.reads_at, x.caught_up, x.behind, accepted, widened)
 
 
 class _Calls(NamedTuple):
@@ -211,7 +216,9 @@ class CostFollower:
     """Returns the seconds that looks at a kind of step would lose."""
     assert self._seen is not None
     costs, level = self.costs(), self._usual
-    plain, deep = costs[0], costs[level]
+    plain = costs[0]
+    wide = float(self._seen.widened[level])
+    deep = plain + wide * (costs[level] - plain)
     tokens = 1 + float(self._seen.accepted[level])
     lost = deep - plain * tokens if kind else plain - deep / tokens
     price = self._call_s + LOOK_STEPS * max(lost, _LEAST * plain)

@@ -109,7 +109,8 @@ def make_step(
     room = state.limit - state.length - 1  # the last token needs no draft
     running = ~state.done
     asked = policy.level(state.policy, running, params.get("costs"))
-    way, depth = levels.split(jnp.clip(asked, 0, levels.num))
+    highest = levels.num if policy.knows_ways else K
+    way, depth = levels.split(jnp.clip(asked, 0, highest))
     max_depth = jnp.maximum(jnp.minimum(depth, room), 0)
     max_depth = jnp.where(running, max_depth, 0)
     context = Context(
@@ -330,34 +331,48 @@ def _outcome(
   """Says which depths had their chance; what was cut off does not count."""
   K = verdict.path.shape[1] - 1
   live = jnp.arange(K)[None] < kept.num_tokens[:, None]
+  parents = jnp.where(draft.acceptable, draft.parents, -1)
+  node = jnp.arange(parents.shape[1])[None, :, None]
+  has_child = (parents[:, None, :] == node).any(-1)
   here, there = verdict.path[:, :-1], verdict.path[:, 1:]
-  node = jnp.arange(draft.parents.shape[1])[None, :, None]
-
-  def came_to(acceptable, along):
-    """Returns (chance, accepted) of nodes, where paths are `along` them."""
-    parents = jnp.where(acceptable, draft.parents, -1)
-    has_child = (parents[:, None, :] == node).any(-1)
-    chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1)
-    chance = chance & (here >= 0) & along[:, :-1] & live
-    return chance, (there >= 0) & along[:, 1:] & live
-
-  everywhere = jnp.ones_like(verdict.path, bool)
-  chance, accepted = came_to(draft.acceptable, everywhere)
+  chance = jnp.take_along_axis(has_child, jnp.maximum(here, 0), 1) & (here >= 0)
   cheap = None
   if draft.cheap is not None:
-    those = draft.cheap & draft.acceptable
-    on_path = jnp.take_along_axis(those, jnp.maximum(verdict.path, 0), 1)
-    along = jnp.cumprod(on_path.at[:, 0].set(True), 1).astype(bool)
-    cheap = *came_to(those, along), those.any(-1)
+    theirs = (draft.cheap & wanted(draft)).at[:, 0].set(False)
+    cheap = *_along_text(draft, theirs, kept, live), theirs.any(-1)
   return Outcome(
     asked=asked,
     running=running,
-    chance=chance,
-    accepted=accepted,
+    chance=chance & live,
+    accepted=(there >= 0) & live,
     widened=wanted(draft).any(-1),
     num_tokens=kept.num_tokens,
     cheap=cheap,
   )
+
+
+def _along_text(
+  draft: Draft, nodes: Array, kept: Verdict, live: Array
+) -> tuple[Array, Array]:
+  """Returns (chance, accepted) `[B, K]` of some nodes, had they been alone.
+
+  They follow the text, not the path: a token drawn at random may have been
+  taken where one of them is the same, and the text is of the target's law
+  whoever proposed it.
+  """
+  nodes = nodes & draft.acceptable
+
+  def level(carry, token):
+    node, going = carry
+    children = nodes & (draft.parents == node[:, None]) & going[:, None]
+    same = children & (draft.tokens == token[:, None])
+    carry = jnp.argmax(same, 1).astype(jnp.int32), same.any(1)
+    return carry, (children.any(1), same.any(1))
+
+  start = jnp.zeros_like(kept.num_tokens), kept.num_tokens > 0
+  _, found = lax.scan(level, start, kept.tokens[:, :-1].T)
+  chance, accepted = (x.T & live for x in found)
+  return chance, accepted
 
 
 def _count(

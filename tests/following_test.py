@@ -23,12 +23,16 @@ COSTS, CALL_S = [1.0, 1.2, 1.5, 0.1], 0.3
 class Machine:
   """Calls of a follower on a machine with a clock of its own."""
 
-  def __init__(self, costs=COSTS, call_s=CALL_S, accepted=(0.0, 0.0, 0.0)):
+  def __init__(
+    self, costs=COSTS, call_s=CALL_S, accepted=(0.0, 0.0, 0.0), widened=1.0
+  ):
     self.costs = costs
+    self.widened = np.array([0.0, widened, widened])
     self.follower = CostFollower(costs, Levels((2,)), CALL_S)
     zeros = np.zeros((2,), int)
     self.accepted = np.array(accepted)
-    self.seen = Seen(np.zeros((2, 3), int), zeros, zeros, self.accepted)
+    first = np.zeros((2, 3), int), zeros, zeros
+    self.seen = Seen(*first, self.accepted, self.widened)
     self.follower.begin(self.seen)
     self.plain = self.deep = 1.0  # times what was measured
     self.call_s = call_s
@@ -51,6 +55,7 @@ class Machine:
       old.caught_up + [0, late],
       np.array([0, at[0] + (0 if drafted else behind)]),
       self.accepted,
+      self.widened,
     )
     steps = np.array(at) * self.costs[:3]
     deep = steps[1:].sum() + late * self.costs[3]
@@ -135,6 +140,55 @@ def test_what_a_draft_brings_is_taken_from_what_was_counted():
   )
   found = seen(state, Levels((3,))).accepted
   np.testing.assert_allclose(found, [0, 0.4, 0.6, 0.6])
+  # And of two ways each one's own, with how often a pass was wide.
+  state = dataclasses.replace(
+    state,
+    asks=jnp.array([[12.0, 4.0], [8.0, 0.0]]),
+    offers=jnp.array([[6.0, 2.0], [4.0, 0.0]]),
+    widens=jnp.array([[12.0, 3.0], [8.0, 0.0]]),
+  )
+  found = seen(state, Levels((2, 1)))
+  state = dataclasses.replace(state, hits=state.hits.at[0, 2].set(2.0))
+  state = dataclasses.replace(state, chances=state.chances.at[0, 2].set(4.0))
+  found = seen(state, Levels((2, 1)))
+  np.testing.assert_allclose(found.accepted, [0, 0.4, 0.6, 0.25])
+  np.testing.assert_allclose(found.widened, [0, 1, 1, 0.75])
+
+
+def test_a_step_that_found_nothing_to_propose_is_no_dearer():
+  """Four tokens are proposed and accepted in each fourth step, for 2 steps.
+
+  All in all two tokens for 1.25, so a step without a draft loses .375.
+  """
+  machine = Machine(
+    [1.0, 1.5, 2.0, 0.001], accepted=(0.0, 0.5, 1.0), widened=0.25
+  )
+  machine.call(0, 0, 5)
+  looks = lost = total = 0.0
+  for _ in range(2000):
+    seconds, depth = machine.call(15, 0, 5)
+    total += seconds
+    if depth is not None:
+      assert depth == 0
+      looks += 1
+      lost += seconds - LOOK_STEPS * 1.25 / 2
+  assert looks > 5 and 0.5 / 75 < lost / total < 1.3 / 75
+
+
+def test_copies_alone_have_nothing_to_catch_up_with():
+  """A look at both is not to be had for so much; one at the copies is."""
+  for usual, looks in ((2, False), (3, True)):
+    follower = CostFollower([1.0, 1.2, 1.5, 1.1, 0.1], Levels((2, 1)), CALL_S)
+    reads = np.zeros((1, 4), int)
+    reads[0, usual] = 1
+    behind = np.array([10**6])
+    now = Seen(reads, behind * 0, behind, np.zeros(4), np.ones(4))
+    follower.begin(now)
+    for i in range(1, 300):
+      reads = reads + np.array([[20, 0, 0, 0]])
+      follower.add(20.3, now._replace(reads_at=reads), None)
+      assert i > 1 or follower.look() is None
+    assert (follower.look() == usual) == looks
 
 
 def test_looks_that_cost_nothing_are_no_reason_for_short_calls():

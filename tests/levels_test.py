@@ -226,6 +226,140 @@ def test_what_the_cheap_part_alone_had_come_to(first):
   assert partly > 1
 
 
+def told_by(options, target, draft, prompts, settings, use, policy=None):
+  """Runs a merge; returns (told of the cheap part by step, its state)."""
+  told = []
+
+  def update(state, outcome):
+    jax.debug.callback(lambda *x: told.append(x), *outcome.cheap)
+    return state
+
+  model = target[0]
+  drafter = drafters.build("merge", model, draft[0], slots=64, **options)
+  policy = policy or length.fixed(drafter.depth)
+  rig = fakes.Rig(
+    target,
+    drafter,
+    draft=draft,
+    use=use,
+    policy=policy._replace(update=update),
+  )
+  state = rig.start(prompts, settings)
+  drafted = []
+  while not state.done.all():
+    state, info = rig.step(rig.params, state)
+    drafted.append(info.num_drafted.tolist())
+  jax.effects_barrier()
+  return told, drafted, state
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_told_does_not_depend_on_who_comes_first(swapped):
+  """The model's token is drawn, and taken where the copy has the same."""
+  options = ["prompt_lookup(num_draft=2)", "vanilla(num_draft=2)"]
+  first, second = reversed(options) if swapped else options
+  pair = fakes.scripted([1, 2, 3], V)
+  told, _, _ = told_by(
+    {"first": first, "second": second},
+    pair,
+    pair,
+    [[1, 2, 3, 1, 2]],
+    Settings(temperature=0.7, max_new_tokens=24),
+    fakes.ALL,
+  )
+  assert len(told) == 8
+  for chance, accepted, widened in told:
+    assert chance.all() and accepted.all() and widened.all()
+
+
+def test_a_part_that_is_spared_proposes_nothing_whatever_it_holds():
+  """Within the dearer part is one that copies, and asks nobody how deep."""
+  options = {
+    "first": "prompt_lookup(num_draft=2)",
+    "second": "merge(first='recycling', second='vanilla')",
+  }
+  pair = fakes.tables(V, seed=3)
+  alone = length.fixed(0)._replace(
+    level=lambda state, running, costs: state + 6, knows_ways=True
+  )
+  drafter = drafters.build("merge", pair[0], pair[0], slots=64, **options)
+  assert Levels.of(drafter).depths[1] == 2
+  assert drafter.depth + 2 == 6 or drafter.depth == 4
+  prompts, settings = [[1, 2, 1, 2], [3]], Settings(max_new_tokens=30)
+  _, drafted, state = told_by(
+    options, pair, pair, prompts, settings, fakes.GREEDY, alone
+  )
+  assert 0 < np.max(drafted) <= 2
+  plain = fakes.Rig(pair, use=fakes.GREEDY)
+  expected = plain.start(prompts, settings)
+  while not expected.done.all():
+    expected, _ = plain.step(plain.params, expected)
+  assert fakes.outputs(state) == fakes.outputs(expected)
+
+
+def test_what_the_cheap_part_reads_for_itself_counts():
+  """Lookahead widens every step with its window, whatever it proposes."""
+  pair = fakes.tables(V, seed=3)
+  told, _, _ = told_by(
+    {
+      "first": "lookahead(prompt_as_reference=False)",
+      "second": "vanilla(num_draft=2, siblings='top_k')",
+    },
+    pair,
+    fakes.tables(V, seed=4),
+    [[1, 2, 3, 4]],
+    Settings(max_new_tokens=20),
+    fakes.GREEDY,
+  )
+  assert all(widened.all() for _, _, widened in told[:-1])
+  assert not all(chance.any() for chance, _, _ in told)
+
+
+def test_a_depth_beyond_all_is_no_other_way():
+  """A policy that knows of no ways asks for as much as there is."""
+  pair = fakes.scripted([1, 2, 3], V)
+  options = {
+    "first": "prompt_lookup(num_draft=2)",
+    "second": "vanilla(num_draft=2, siblings='top_k')",
+  }
+  settings = Settings(max_new_tokens=12)
+  _, drafted, _ = told_by(
+    options, pair, pair, [[4, 1]], settings, fakes.GREEDY, length.fixed(4)
+  )
+  assert drafted[0] == [2]  # nothing to copy yet
+
+
+def test_rows_of_two_ways_share_what_they_know():
+  """Two rows run: either pays what both do; a done row has no say."""
+  policy = length.cost(LEVELS)
+  state = policy.init(3)
+  known = jnp.array([[9.0, 9, 9, 9, 9], [9, 9, 9, 0, 0], [0.0] * 5])
+  state = dataclasses.replace(state, chances=known * 0 + 10, hits=known)
+  costs = jnp.array([1.0, 2.6, 2.7, 2.8, 1.1, 1.2])
+  on = jnp.array([True, True, False])
+  # With all parts about 3 tokens a row, the copies 2.5 and 1.2.
+  assert policy.level(state, on, costs).tolist() == [5] * 3
+  dear = costs.at[4:].set(1.7)
+  assert policy.level(state, on, dear).tolist() == [3] * 3
+  step = outcome(3, 2)
+  step = jax.tree.map(lambda x: jnp.concatenate([x] * 3), step)
+  step = dataclasses.replace(
+    step, running=on, asked=jnp.where(on, step.asked, 0)
+  )
+  step = dataclasses.replace(
+    step,
+    chance=step.chance & on[:, None],
+    accepted=step.accepted & on[:, None],
+    num_tokens=step.num_tokens * on,
+    widened=step.widened & on,
+  )
+  after = policy.update(state, step)
+  for name in ("hits", "chances", "asks", "offers", "idle", "reads_at"):
+    old, new = getattr(state, name), getattr(after, name)
+    assert new[2].tolist() == old[2].tolist()
+    assert name == "offers" or new[0].tolist() != old[0].tolist()
+
+
 # --- in an engine ------------------------------------------------------------
 
 

@@ -24,8 +24,14 @@ DRAFTERS = {
     "vanilla",
     (("siblings", "without_replacement"), ("tree", (2, 1))),
   ),
-  # Costs are measured, and followed.
-  "cost": ("prompt_lookup", (("num_draft", 3),)),
+  # Costs are measured, and followed; the copies may be asked alone.
+  "cost": (
+    "merge",
+    (
+      ("first", "prompt_lookup(num_draft=3)"),
+      ("second", "vanilla(num_draft=2, siblings='top_k')"),
+    ),
+  ),
 }
 # Drafter, mesh, and whether the draft is whole on each device. On 4 and 8
 # the 2 key/value heads are replicated by rule.
@@ -84,7 +90,7 @@ def main():
         chunk=16,
         use=use,
       ),
-      draft=draft if kind == "vanilla" else None,
+      draft=draft if kind in ("vanilla", "merge") else None,
       draft_params=draft_params,
       mesh=None if mesh == (1, 1) else sharding.make_mesh(*mesh),
       replicate_draft=replicate,

@@ -70,21 +70,28 @@ def build(
   # A node that is drawn at random stays where its noise is.
   certain = laws_of(parts) == (DETERMINISTIC,)
 
-  def context_of(name, context: Context) -> Context:
-    if context.cheap is None or name not in dear:
-      return context
-    # Depth 0 in all rows is no work: every drafter keeps to that.
-    depth = jnp.where(context.cheap, 0, context.max_depth)
-    return dataclasses.replace(context, max_depth=depth)
+  def part(name, first_node, params, noise, state, context: Context):
+    """Returns what a part proposes: nothing where it shall not be asked."""
+    spared = context.cheap if name in dear else None
+    if spared is not None:
+      # Depth 0 in all rows is no work for what asks a model.
+      depth = jnp.where(spared, 0, context.max_depth)
+      context = dataclasses.replace(context, max_depth=depth)
+    draft, carry = ask(
+      parts, name, params, noise, state, context, first_node=first_node
+    )
+    if spared is not None:  # it may have parts that copy
+      asked = ~spared[:, None]
+      draft = dataclasses.replace(
+        draft,
+        acceptable=draft.acceptable & asked,
+        read=None if draft.read is None else draft.read & asked,
+      )
+    return draft, carry
 
   def propose(params, noise, state, context: Context):
-    one, one_carry = ask(
-      parts, "first", params, noise, state, context_of("first", context)
-    )
-    two, two_carry = ask(
-      *(parts, "second", params, noise, state, context_of("second", context)),
-      first_node=N1,
-    )
+    one, one_carry = part("first", 1, params, noise, state, context)
+    two, two_carry = part("second", N1, params, noise, state, context)
     places = share(one, two)
     draft = side_by_side(one, two, places)
     where = jnp.broadcast_to(jnp.arange(N1)[None], one.tokens.shape), places
