@@ -193,32 +193,38 @@ def _same_drafter(line: Line, other: Line) -> bool:
   )
 
 
-def _siblings(lines: Sequence[Line], line: Line) -> list[Line]:
-  """Returns the fixed settings of a line's drafter on the same prompts."""
+def _fixed(lines: Sequence[Line], line: Line) -> list[Line]:
+  """Returns the fixed settings of all drafters on a line's prompts."""
   return [
     x
     for x in lines
     if policy_of(x) == "fixed"
-    and _same_drafter(x, line)
     and x["temperature"] == line["temperature"]
     and x["subtask"] == line["subtask"]
   ]
+
+
+def _siblings(lines: Sequence[Line], line: Line) -> list[Line]:
+  """Returns the fixed settings of a line's drafter on the same prompts."""
+  return [x for x in _fixed(lines, line) if _same_drafter(x, line)]
+
+
+def _deepest(lines: Sequence[Line]) -> Line | None:
+  return max(lines, key=lambda x: len(x["accept_cond"]), default=None)
 
 
 def _copies(lines: Sequence[Line], line: Line) -> Line | None:
   """Returns the deepest fixed case of a merged drafter's copies alone."""
   options = line["arguments"].get("options", {}).values()
   names = {drafters.parse(x)[0] for x in options if isinstance(x, str)}
-  found = [
-    x
-    for x in lines
-    if policy_of(x) == "fixed"
-    and x["arguments"].get("drafter") in names
-    and "draft" not in x["arguments"]
-    and x["temperature"] == line["temperature"]
-    and x["subtask"] == line["subtask"]
-  ]
-  return max(found, key=lambda x: len(x["accept_cond"]), default=None)
+  return _deepest(
+    [
+      x
+      for x in _fixed(lines, line)
+      if x["arguments"].get("drafter") in names
+      and "draft" not in x["arguments"]
+    ]
+  )
 
 
 def bars(lines: Sequence[Line]) -> list[Bar]:
@@ -320,10 +326,9 @@ def report_oracle(lines: Sequence[Line]) -> str:
     "Modelled: the best depth of each prompt in hindsight, measured costs:"
   ]
   for line in lines:
-    fixed = _siblings(lines, line)
-    if policy_of(line) != "cost" or not line["costs_s"] or not fixed:
+    deepest = _deepest(_siblings(lines, line))
+    if policy_of(line) != "cost" or not line["costs_s"] or deepest is None:
       continue
-    deepest = max(fixed, key=lambda x: len(x["accept_cond"]))
     best = oracle(line, deepest, _copies(lines, line))
     text.append(
       f"{line['case']}, T={line['temperature']:g}, {line['subtask']}: "

@@ -80,7 +80,6 @@ def combined(
   num_nodes: int,
   depth: int,
   laws: tuple[int, ...],
-  cheap_depth: int | None = None,
 ) -> Drafter:
   """Builds the whole; its state and its tables are `{part: ...}`.
 
@@ -91,7 +90,6 @@ def combined(
     num_nodes: `N` of the whole.
     depth: `K` of the whole.
     laws: of the whole.
-    cheap_depth: of the whole.
 
   Raises:
     ValueError: if two parts have tables of different tokenizers.
@@ -135,7 +133,6 @@ def combined(
     greedy_only=any(d.greedy_only for d in parts.values()),
     catches_up=any(d.catches_up for d in parts.values()),
     alternates=any(d.alternates for d in parts.values()),
-    cheap_depth=cheap_depth,
     taps=next(iter(taps), None),
   )
 

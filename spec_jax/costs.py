@@ -113,13 +113,13 @@ def measure_costs(
   else:
     edges = [d for n in programs.widths for d in (n - 1, n) if d <= K]
     depths = sorted({0, 1, K, *edges})
-  # Of each way the levels that are measured, its deepest among them.
+  # Of each way the levels that are measured: these depths, and its deepest.
   measured = [
-    [s.start + min(d, deepest) for d in depths if d]
+    [s.start + d for d in sorted({min(d, deepest) for d in depths if d})]
     for s, deepest in zip(levels.slices(), levels.depths, strict=True)
   ]
   times: dict[int, list[list[float]]] = {
-    level: [[] for _ in states] for level in sorted({0}.union(*measured))
+    level: [[] for _ in states] for level in sum(measured, [0])
   }
   caught_up: list[float] = []
   calls: list[float] = []
@@ -144,13 +144,10 @@ def measure_costs(
   }
   medians = {level: max(t - call, t / 10) for level, t in dearest.items()}
   costs = [float(medians[0])]
-  for part, found_at, deepest in zip(
-    levels.slices(), measured, levels.depths, strict=True
-  ):
-    at = sorted(set(found_at))
-    rising = np.maximum.accumulate([medians[x] for x in (0, *at)])
-    where = [0, *(x - part.start for x in at)]
-    costs += np.interp(range(1, deepest + 1), where, rising).tolist()
+  for s, at in zip(levels.slices(), measured, strict=True):
+    rising = np.maximum.accumulate([medians[level] for level in (0, *at)])
+    every = range(s.start + 1, s.stop + 1)
+    costs += np.interp(every, [s.start, *at], rising).tolist()
   if not drafter.catches_up:
     return costs, float(call)
   extra = (np.median(caught_up) - call - costs[1]) / late if late else 0.0

@@ -70,11 +70,13 @@ class Seen(NamedTuple):
 
 def seen(state: CostState, levels: Levels) -> Seen:
   """Returns what a policy's state has counted."""
-  x = jax.device_get(state)
-  hits, chances = x.hits.sum(0), x.chances.sum(0)
+  known = state.hits, state.chances, state.asks, state.offers, state.widens
+  reads_at, caught_up, behind, *known = jax.device_get(
+    (state.reads_at, state.caught_up, state.behind, *known)
+  )
+  hits, chances, asks, offers, widens = (x.sum(0) for x in known)
   rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
-  asks = np.maximum(x.asks.sum(0), 1.0)
-  offered, widened = x.offers.sum(0) / asks, x.widens.sum(0) / asks
+  offered, widened = (x / np.maximum(asks, 1.0) for x in (offers, widens))
   accepted = np.concatenate(
     [[0.0]]
     + [
@@ -83,7 +85,7 @@ def seen(state: CostState, levels: Levels) -> Seen:
     ]
   )
   widened = np.append(0.0, np.repeat(widened, levels.depths))
-  return Seen(x.reads_at, x.caught_up, x.behind, accepted, widened)
+  return Seen(reads_at, caught_up, behind, accepted, widened)
 
 
 class _Calls(NamedTuple):
@@ -158,10 +160,11 @@ class CostFollower:
     """Returns a level that the next `LOOK_STEPS` steps shall take, or None."""
     if self._looks_left:
       return self._looked
+    costs = self.costs()
     for kind, level in enumerate((0, self._usual)):
       waited = min(self._unseen_s[kind], self._since_look_s[kind])
       # What was never drafted is not looked at: the policy's own probes first.
-      if kind == (level > 0) and waited * _SHARE >= self._price(kind):
+      if kind == (level > 0) and waited * _SHARE >= self._price(kind, costs):
         self._looked, self._looks_left = level, _LOOKS
         return level
     return None
@@ -212,11 +215,10 @@ class CostFollower:
     self._unseen_s[kind] = 0.0
     return self.factors != old
 
-  def _price(self, kind: int) -> float:
+  def _price(self, kind: int, costs: Sequence[float]) -> float:
     """Returns the seconds that looks at a kind of step would lose."""
     assert self._seen is not None
-    costs, level = self.costs(), self._usual
-    plain = costs[0]
+    plain, level = costs[0], self._usual
     wide = float(self._seen.widened[level])
     deep = plain + wide * (costs[level] - plain)
     tokens = 1 + float(self._seen.accepted[level])

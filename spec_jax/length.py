@@ -191,11 +191,10 @@ def report(
   Returns:
     For "cost": steps by the depth drafted, probes, the chance of acceptance
     by depth as last estimated, the costs as they are now, those of a step by
-    depth relative to no draft, those of a token of catching up, and in
-    `alarm` one line if drafting
-    was off in most steps, saying why, else None. For a drafter that is asked
-    in several ways that is of all its parts, but for the steps; `ways` has each
-    one's own.
+    depth relative to no draft, those of a token of catching up, and in `alarm`
+    one line if drafting was off in most steps, saying why, else None. For a
+    drafter that is asked in several ways that is of all its parts, but for the
+    steps; `ways` has each one's own.
   """
   if name != "cost" or costs is None:
     return {"name": name} if name != "fixed" else None

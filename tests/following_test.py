@@ -147,7 +147,6 @@ def test_what_a_draft_brings_is_taken_from_what_was_counted():
     offers=jnp.array([[6.0, 2.0], [4.0, 0.0]]),
     widens=jnp.array([[12.0, 3.0], [8.0, 0.0]]),
   )
-  found = seen(state, Levels((2, 1)))
   state = dataclasses.replace(state, hits=state.hits.at[0, 2].set(2.0))
   state = dataclasses.replace(state, chances=state.chances.at[0, 2].set(4.0))
   found = seen(state, Levels((2, 1)))

@@ -175,6 +175,39 @@ def test_steps_with_all_parts_tell_about_the_cheap_one():
   assert state.asks.tolist() == [[0, 1]] and state.idle.tolist() == [[1, 0]]
 
 
+def told_by(options, target, draft, prompts, settings, use, policy=None):
+  """Runs a merge.
+
+  Returns:
+    (told of the cheap part by step, nodes drafted by step and row, lengths
+    before each step and at last, the last state).
+  """
+  told = []
+
+  def update(state, outcome):
+    jax.debug.callback(lambda *x: told.append(x), *outcome.cheap)
+    return state
+
+  model = target[0]
+  drafter = drafters.build("merge", model, draft[0], slots=64, **options)
+  policy = policy or length.fixed(drafter.depth)
+  rig = fakes.Rig(
+    target,
+    drafter,
+    draft=draft,
+    use=use,
+    policy=policy._replace(update=update),
+  )
+  state = rig.start(prompts, settings)
+  drafted, lengths = [], [state.length.tolist()]
+  while not state.done.all():
+    state, info = rig.step(rig.params, state)
+    drafted.append(info.num_drafted.tolist())
+    lengths.append(state.length.tolist())
+  jax.effects_barrier()
+  return told, drafted, lengths, state
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_what_the_cheap_part_alone_had_come_to(first):
   """Step by step as lists say, whichever of the two it is."""
@@ -186,27 +219,15 @@ def test_what_the_cheap_part_alone_had_come_to(first):
     "first": copies if first else asks,
     "second": asks if first else copies,
   }
-  told = []
-
-  def update(state, outcome):
-    jax.debug.callback(lambda *x: told.append(x), *outcome.cheap)
-    return state
-
-  drafter = drafters.build("merge", model, other[0], slots=64, **options)
-  rig = fakes.Rig(
-    (model, params),
-    drafter,
-    draft=other,
-    use=fakes.GREEDY,
-    policy=length.fixed(drafter.depth)._replace(update=update),
-  )
   prompts = [[5, 1, 1, 5, 2], [1, 2, 1, 3, 1], [9]]
-  state = rig.start(prompts, Settings(max_new_tokens=24))
-  lengths = [state.length.tolist()]
-  while not state.done.all():
-    state, _ = rig.step(rig.params, state)
-    lengths.append(state.length.tolist())
-  jax.effects_barrier()
+  told, _, lengths, state = told_by(
+    options,
+    (model, params),
+    other,
+    prompts,
+    Settings(max_new_tokens=24),
+    fakes.GREEDY,
+  )
   partly = 0
   for row, prompt in enumerate(prompts):
     text = prompt + fakes.outputs(state)[row]
@@ -226,40 +247,13 @@ def test_what_the_cheap_part_alone_had_come_to(first):
   assert partly > 1
 
 
-def told_by(options, target, draft, prompts, settings, use, policy=None):
-  """Runs a merge; returns (told of the cheap part by step, its state)."""
-  told = []
-
-  def update(state, outcome):
-    jax.debug.callback(lambda *x: told.append(x), *outcome.cheap)
-    return state
-
-  model = target[0]
-  drafter = drafters.build("merge", model, draft[0], slots=64, **options)
-  policy = policy or length.fixed(drafter.depth)
-  rig = fakes.Rig(
-    target,
-    drafter,
-    draft=draft,
-    use=use,
-    policy=policy._replace(update=update),
-  )
-  state = rig.start(prompts, settings)
-  drafted = []
-  while not state.done.all():
-    state, info = rig.step(rig.params, state)
-    drafted.append(info.num_drafted.tolist())
-  jax.effects_barrier()
-  return told, drafted, state
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 def test_what_is_told_does_not_depend_on_who_comes_first(swapped):
   """The model's token is drawn, and taken where the copy has the same."""
   options = ["prompt_lookup(num_draft=2)", "vanilla(num_draft=2)"]
   first, second = reversed(options) if swapped else options
   pair = fakes.scripted([1, 2, 3], V)
-  told, _, _ = told_by(
+  told, *_ = told_by(
     {"first": first, "second": second},
     pair,
     pair,
@@ -284,9 +278,9 @@ def test_a_part_that_is_spared_proposes_nothing_whatever_it_holds():
   )
   drafter = drafters.build("merge", pair[0], pair[0], slots=64, **options)
   assert Levels.of(drafter).depths[1] == 2
-  assert drafter.depth + 2 == 6 or drafter.depth == 4
+  assert drafter.depth + 2 == 6  # the level asked for below
   prompts, settings = [[1, 2, 1, 2], [3]], Settings(max_new_tokens=30)
-  _, drafted, state = told_by(
+  _, drafted, _, state = told_by(
     options, pair, pair, prompts, settings, fakes.GREEDY, alone
   )
   assert 0 < np.max(drafted) <= 2
@@ -300,7 +294,7 @@ def test_a_part_that_is_spared_proposes_nothing_whatever_it_holds():
 def test_what_the_cheap_part_reads_for_itself_counts():
   """Lookahead widens every step with its window, whatever it proposes."""
   pair = fakes.tables(V, seed=3)
-  told, _, _ = told_by(
+  told, *_ = told_by(
     {
       "first": "lookahead(prompt_as_reference=False)",
       "second": "vanilla(num_draft=2, siblings='top_k')",
@@ -323,7 +317,7 @@ def test_a_depth_beyond_all_is_no_other_way():
     "second": "vanilla(num_draft=2, siblings='top_k')",
   }
   settings = Settings(max_new_tokens=12)
-  _, drafted, _ = told_by(
+  _, drafted, *_ = told_by(
     options, pair, pair, [[4, 1]], settings, fakes.GREEDY, length.fixed(4)
   )
   assert drafted[0] == [2]  # nothing to copy yet
@@ -363,7 +357,7 @@ def test_rows_of_two_ways_share_what_they_know():
 # --- in an engine ------------------------------------------------------------
 
 
-def run(policy="cost", costs=None, monkeypatch=None):
+def run(policy="cost", costs=None):
   """Returns (texts, how often the model was asked, the engine)."""
   model, params = fakes.scripted([1, 2, 3], V)
   calls = []

@@ -117,15 +117,10 @@ def build(
       )
     }
 
-  return combined(
-    parts,
-    propose,
-    update,
-    num_nodes=N,
-    depth=K,
-    laws=laws_of(parts),
-    cheap_depth=cheap_depth,
+  whole = combined(
+    parts, propose, update, num_nodes=N, depth=K, laws=laws_of(parts)
   )
+  return whole._replace(cheap_depth=cheap_depth)
 
 
 def share(one: Draft, two: Draft) -> Array:
