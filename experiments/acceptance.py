@@ -36,9 +36,6 @@ _ROWS = flags.DEFINE_integer("rows", 8, "Prompts that are decoded together.")
 
 flags.adopt_module_key_flags(spec_bench)  # for --help
 
-# Part of the runs of four tokens that may have stood there before.
-_VARIED = 0.2
-
 
 def digest(ids: Sequence[int]) -> str:
   """Returns a short hash of a text's ids, to compare it with another's."""
@@ -66,7 +63,7 @@ def line_of(
   varied = [
     done.counts
     for done, task in zip(found, tasks, strict=True)
-    if task != summary.EDITING and summary.repeated(done.ids) < _VARIED
+    if task != summary.EDITING and summary.repeated(done.ids) < summary.VARIED
   ]
   rates = metrics.Counts.sum(main).rates()
   return {
@@ -133,7 +130,8 @@ def main() -> int:
   if given.write_readme:
     raise launch.UserError("--write_readme is for experiments.spec_bench")
   command = "experiments.acceptance"
-  with spec_bench.opened(command, _key) as (out, loaded, tasks):
+  rows = {"rows": _ROWS.value}
+  with spec_bench.opened(command, _key, rows) as (out, loaded, tasks):
     for temperature in given.temperatures:
       measure(out, loaded, tasks, temperature)
     lines = list(out.done.values())

@@ -22,6 +22,9 @@ EDITING = "editing"
 # The case that the command's defaults give where no learned draft ships.
 DEFAULT = "lookup cost"
 
+# Part of a varied text's runs of four tokens that may have stood there before.
+VARIED = 0.2
+
 _MARKERS = "<!-- spec-bench -->", "<!-- /spec-bench -->"
 # What the default case must reach, as a ratio to plain decoding.
 _FLOORS = {"summarization": 1.15, "rag": 1.15, EDITING: 1.6}
@@ -209,14 +212,33 @@ def _siblings(lines: Sequence[Line], line: Line) -> list[Line]:
   return [x for x in _fixed(lines, line) if _same_drafter(x, line)]
 
 
+def _options(line: Line) -> dict[str, Any]:
+  """Returns all options of a line's drafter, its defaults filled in."""
+  own = line["arguments"]
+  found = {**drafters.options(own["drafter"]), **own.get("options", {})}
+  return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+  return list(value) if isinstance(value, tuple) else value
+
+
 def _deepest(lines: Sequence[Line]) -> Line | None:
   return max(lines, key=lambda x: len(x["accept_cond"]), default=None)
 
 
+def _same_tree(lines: Sequence[Line], line: Line) -> Line | None:
+  """Returns the fixed case that drafts as a line's does, but always."""
+  own = _options(line)
+  alike = [x for x in _siblings(lines, line) if _options(x) == own]
+  return next(iter(alike), None)
+
+
 def _copies(lines: Sequence[Line], line: Line) -> Line | None:
   """Returns the deepest fixed case of a merged drafter's copies alone."""
-  options = line["arguments"].get("options", {}).values()
-  names = {drafters.parse(x)[0] for x in options if isinstance(x, str)}
+  options = line["arguments"].get("options", {})
+  parts = [options[x] for x in ("first", "second") if x in options]
+  names = {drafters.parse(x)[0] for x in parts}
   return _deepest(
     [
       x
@@ -299,7 +321,7 @@ def oracle(line: Line, deepest: Line, copies: Line | None = None) -> float:
 
   Args:
     line: of a cost-aware case, for its costs.
-    deepest: of the deepest fixed case of its drafter, for its acceptance.
+    deepest: of the case that always drafts as deep, for its acceptance.
     copies: of the deepest fixed case of a merged drafter's copies alone.
   """
   costs, plain, best = line["costs_s"], 0.0, 0.0
@@ -326,7 +348,7 @@ def report_oracle(lines: Sequence[Line]) -> str:
     "Modelled: the best depth of each prompt in hindsight, measured costs:"
   ]
   for line in lines:
-    deepest = _deepest(_siblings(lines, line))
+    deepest = _same_tree(lines, line)
     if policy_of(line) != "cost" or not line["costs_s"] or deepest is None:
       continue
     best = oracle(line, deepest, _copies(lines, line))
@@ -346,7 +368,7 @@ def repeated(ids: Sequence[int], n: int = 4) -> float:
   return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def report_varied(lines: Sequence[Line], most: float = 0.2) -> str:
+def report_varied(lines: Sequence[Line], most: float = VARIED) -> str:
   """Says what a step emits over texts that hardly repeat themselves.
 
   A greedy text that goes round in a loop flatters every draft.

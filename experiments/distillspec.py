@@ -59,8 +59,8 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of everything.")
 SOURCES = {"truth": 0.0, "answers": 0.0, "own": 1.0, "mix": 0.5}
 
 
-def config_of(name: str) -> Any:
-  """Returns the configuration of a run with a loss."""
+def config_of(name: str, source: str = "answers") -> Any:
+  """Returns the configuration of a run with a loss on a source."""
   config = defaults.get_config().unlock()
   config.model = _MODEL.value
   config.draft.layers = str(_LAYERS.value)
@@ -72,6 +72,7 @@ def config_of(name: str) -> Any:
   config.train.batch_size = _BATCH.value
   config.eval.max_new_tokens = 64
   config.seed = _SEED.value
+  config.on_policy.part = SOURCES[source]
   return config.lock()
 
 
@@ -100,8 +101,7 @@ def run_one(
   folder: Path, loss: str, source: str, loaded, learn, held, rows
 ) -> dict[str, float]:
   """Trains one draft, or goes on, and evaluates it."""
-  config = config_of(loss)
-  config.on_policy.part = SOURCES[source]
+  config = config_of(loss, source)
   recipe = distill.build(config, loaded, None, [x.prompt for x in held])
   text = learn["truth" if source == "truth" else "answers"]
   packed = data.pack(text, config.data.length)
@@ -155,6 +155,9 @@ def main() -> int:
       )
   if "truth" in _SOURCES.value and not _TRUTH.value:
     raise UserError("the source 'truth' needs --truth")
+  with launch.user_errors():
+    for source in _SOURCES.value:
+      on_policy.drafted_rows(config_of("", source), 1)
   loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
   with launch.user_errors():
     length = _LENGTH.value
@@ -173,6 +176,7 @@ def main() -> int:
     "command": "experiments.distillspec",
     "target": trained.target_identity(loaded),
     "config": launch.plain_dict(config_of("")),
+    "held_out": _HELD.value,
     "files": {
       name: file and sha256_of(Path(file))
       for name, file in (("answers", _ANSWERS.value), ("truth", _TRUTH.value))

@@ -11,7 +11,9 @@ time of a call that does nothing with the same arguments is taken off. Nothing
 else should run.
 
 A drafter that looks at the target's logits (recycling's top-k, lookahead's
-window) has no limit: what it takes is reported.
+window) has no limit: what it takes is reported. So is what the drafts that
+ship for the model take, for each of their passes and for a whole step: the
+draft-to-target cost ratio `c` of Leviathan et al. 2023.
 """
 
 from collections.abc import Callable
@@ -20,35 +22,35 @@ import json
 from pathlib import Path
 import re
 from typing import Any
-import warnings
 
 from absl import flags
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from experiments import launch, prompts as prompt_files, results, show, timing
+from experiments import (
+  launch,
+  prompts as prompt_files,
+  results,
+  show,
+  timing,
+  walk_cost,
+)
 import spec_jax
-from spec_jax import Settings, drafters, tree as trees
+from spec_jax import Settings, drafters, shipped
 from spec_jax.base import (
-  DETERMINISTIC,
-  IID,
   Context,
   Counts,
-  Draft,
   Drafter,
-  Noise,
   Sampling,
-  Tree,
 )
 from spec_jax.cache import empty_block
-from spec_jax.drafting import static_tree
+from spec_jax.drafting import shown_to
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine
-from spec_jax.nodes import at_node
-from spec_jax.sampling import no_noise, path_counts, warp
+from spec_jax.nodes import at_node, take_nodes
+from spec_jax.sampling import no_noise, warp
 from spec_jax.verify import verify
-from spec_jax.work import plan
+from spec_jax.work import Work, plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -72,82 +74,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 # Those that look at the target's logits, here by way of `_OPTIONS` too.
 _READS_LOGITS = ("recycling", "lookahead", *_OPTIONS)
 
+# Name -> drafter and options of what drafts with a draft that ships.
+_LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
+  "distilled layers, chain of 4": ("vanilla", {"num_draft": 4}),
+  "Medusa heads, tree": ("medusa", {}),
+  "EAGLE head, chain of 4": ("eagle", {"num_draft": 4}),
+  "EAGLE head, tree": ("eagle", {}),
+  "the default": ("merge", shipped.HEAD_OPTIONS),
+}
+
 # Shares of a target pass that must not be passed.
 DRAFTER_LIMIT, VERIFY_LIMIT = 0.02, 0.05
-NUM_NODES = 64
-# 7 chains of 9, and one of 63; listed level by level.
-TREES = {
-  "7 chains of 9": (-1, *([0] * 7), *range(1, NUM_NODES - 7)),
-  "chain of 63": tuple(range(-1, NUM_NODES - 1)),
-}
-SAMPLINGS = {
-  "greedy": Settings(),
-  "T=.7 top-p .9": Settings(temperature=0.7, top_p=0.9),
-}
 
 
-def sampling_of(settings: Settings) -> Sampling:
-  """Returns the arrays of one row's temperature and top-p; greedy: none."""
-  if settings.temperature == 0:
-    return Sampling()
-  return Sampling(
-    temperature=jnp.array([settings.temperature], jnp.float32),
-    top_p=jnp.array([settings.top_p], jnp.float32),
-  )
-
-
-# --- drafters ---------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Piece:
-  """A compiled function that is timed on fresh copies of what it consumes.
-
-  Attributes:
-    function: takes (params, consumed, *rest); the second is donated, as the
-      loop's state is.
-    params: first argument.
-    consumed: second argument.
-    rest: further arguments.
-  """
-
-  function: Callable
-  params: Any
-  consumed: Any
-  rest: tuple
-
-  def __post_init__(self):
-    # Arguments that are not looked at are passed too, so that the idle piece
-    # has as many of them.
-    self._jitted = jax.jit(self.function, donate_argnums=1, keep_unused=True)
-
-  def __call__(self) -> float:
-    """Returns the seconds of one call; copying is not part of it.
-
-    Of the second of two: the first brings the call's own data near, which
-    other cases have driven out.
-    """
-    with warnings.catch_warnings():
-      # What a function only reads cannot be donated.
-      warnings.filterwarnings("ignore", message="Some donated buffers")
-      for _ in range(2):
-        copy = jax.block_until_ready(jax.tree.map(jnp.copy, self.consumed))
-        seconds = timing.timed(self._jitted, self.params, copy, *self.rest)
-    return seconds
-
-  def result(self) -> Any:
-    """Returns what the function returns, nothing consumed."""
-    return jax.jit(self.function)(self.params, self.consumed, *self.rest)
-
-  def idle(self) -> "Piece":
-    """Returns the piece that returns what it consumes, as it was."""
-    nothing = lambda params, consumed, *rest: consumed
-    return Piece(nothing, self.params, self.consumed, self.rest)
-
-
-def pieces_of(engine: Engine, job: Any) -> dict[str, Piece]:
+def pieces_of(engine: Engine, job: Any) -> dict[str, timing.Piece]:
   """Returns a drafter's `propose` and `update` on a row that is under way."""
-  drafter, model = engine.programs.drafter, engine.model
+  drafter = engine.programs.drafter
+  model = shown_to(drafter, engine.model)
   N, K = drafter.num_nodes, drafter.depth
   state, _ = engine.read([job], [0], engine.programs.empty(), None)
   limits = jnp.int32(_WRITTEN), jnp.int32(2)
@@ -168,7 +111,7 @@ def pieces_of(engine: Engine, job: Any) -> dict[str, Piece]:
   def propose(params, draft_state, context):
     return drafter.propose(params, noise, draft_state, context)
 
-  proposing = Piece(propose, engine.params, state.draft, (context,))
+  proposing = timing.Piece(propose, engine.params, state.draft, (context,))
   draft, carry = proposing.result()
 
   @jax.jit
@@ -182,7 +125,12 @@ def pieces_of(engine: Engine, job: Any) -> dict[str, Piece]:
     def law_at(node):
       return warp(at_node(output.logits, node), Sampling(), Counts())
 
-    return verify(noise, law_at, draft, K), output
+    verdict = verify(noise, law_at, draft, K)
+    if drafter.taps is not None:
+      path = jnp.maximum(verdict.path, 0)
+      hidden = take_nodes(output.hidden, path)
+      verdict = dataclasses.replace(verdict, hidden=hidden)
+    return verdict, output
 
   verdict, output = judge(engine.params, state.target, draft)
 
@@ -192,23 +140,59 @@ def pieces_of(engine: Engine, job: Any) -> dict[str, Piece]:
   rest = (draft, verdict, output)
   return {
     "propose": proposing,
-    "update": Piece(update, engine.params, carry, rest),
+    "update": timing.Piece(update, engine.params, carry, rest),
   }
 
 
+def with_calls(name: str, engine: Engine, job: Any) -> dict:
+  """Returns (name, part) -> what is timed, and the call that does nothing."""
+  show.note(f"preparing {name}")
+  found = {}
+  for part, piece in pieces_of(engine, job).items():
+    found[name, part] = piece
+    found[name, f"{part} call"] = piece.idle()
+  return found
+
+
+def learned_pieces(
+  loaded, work: Work
+) -> tuple[dict[tuple[str, str], timing.Piece], dict[str, Drafter]]:
+  """Returns (name, part) -> what is timed, and name -> drafter, of `_LEARNED`.
+
+  Says which are left out: those whose draft does not ship for the model.
+  """
+  found: dict[tuple[str, str], timing.Piece] = {}
+  built: dict[str, Drafter] = {}
+  for name, (drafter, options) in _LEARNED.items():
+    if not re.search(_DRAFTERS.value, name):
+      continue
+    draft = shipped.draft_for(loaded, drafter, options)
+    if draft is None:
+      show.note(f"left out: {name}: no draft for it ships for the model")
+      continue
+    engine = make_engine(
+      loaded,
+      work,
+      drafter=drafter,
+      draft=draft,
+      options=options,
+      batch_size=1,
+      slots=_SLOTS.value,
+    )
+    found |= with_calls(name, engine, work.jobs[0])
+    built[name] = engine.programs.drafter
+  return found, built
+
+
 def drafter_pieces(
-  loaded,
-) -> tuple[dict[tuple[str, str], Piece], dict[str, int]]:
+  loaded, work: Work
+) -> tuple[dict[tuple[str, str], timing.Piece], dict[str, int]]:
   """Returns (drafter, part) -> what is timed, and drafter -> nodes proposed.
 
   Says which drafters are left out: those that cannot be built without a draft
   model, an index or the like.
   """
-  prompt = prompt_files.bench_sets()["edit"][0]
-  chats = prompt_files.with_template(loaded.tokenizer, [prompt], "auto", "")
-  settings = Settings(max_new_tokens=128, stop_ids=())
-  work = plan(loaded, chats, settings, 0)
-  found: dict[tuple[str, str], Piece] = {}
+  found: dict[tuple[str, str], timing.Piece] = {}
   proposed: dict[str, int] = {}
   for name in drafters.names():
     if not re.search(_DRAFTERS.value, name):
@@ -235,13 +219,50 @@ def drafter_pieces(
     if not certain or drafter.host_driven:
       show.note(f"left out: {name}: it draws from a law, or waits for the host")
       continue
-    show.note(f"preparing {name}")
-    for part, piece in pieces_of(engine, work.jobs[0]).items():
-      found[name, part] = piece
-      found[name, f"{part} call"] = piece.idle()
+    found |= with_calls(name, engine, work.jobs[0])
     draft, _ = found[name, "propose"].result()
     proposed[name] = int(draft.acceptable.sum())
   return found, proposed
+
+
+def parts_ms(ms: dict, name: str) -> dict[str, float]:
+  """Returns what a drafter's `propose` and `update` take, calls taken off."""
+  return {
+    part: max(ms[name, part] - ms[name, f"{part} call"], 0.0)
+    for part in ("propose", "update")
+  }
+
+
+def learned_lines(
+  ms: dict, built: dict[str, Drafter], passes_ms: dict[int, float]
+) -> list[dict[str, Any]]:
+  """Returns what drafting with trained drafts takes beside the target's pass.
+
+  Args:
+    ms: as for `drafter_lines`.
+    built: the drafters, by name.
+    passes_ms: of the target over 1 and as many tokens as each has nodes.
+  """
+  lines = []
+  for name, drafter in built.items():
+    parts, one = parts_ms(ms, name), passes_ms[1]
+    drafting, block = sum(parts.values()), passes_ms[drafter.num_nodes]
+    # Medusa's heads read the same state, all at once.
+    passes = 1 if _LEARNED[name][0] == "medusa" else drafter.depth
+    lines.append(
+      {
+        "draft": name,
+        "nodes": drafter.num_nodes,
+        "passes": passes,
+        **{f"{part}_ms": x for part, x in parts.items()},
+        "pass_ms": one,
+        "block_ms": block,
+        "cost_ratio": parts["propose"] / passes / one,
+        "share": drafting / one,
+        "step": (drafting + block) / one,
+      }
+    )
+  return lines
 
 
 def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
@@ -254,10 +275,7 @@ def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
   """
   lines = []
   for name in dict.fromkeys(drafter for drafter, _ in ms):
-    parts = {
-      part: max(ms[name, part] - ms[name, f"{part} call"], 0.0)
-      for part in ("propose", "update")
-    }
+    parts = parts_ms(ms, name)
     share = sum(parts.values()) / pass_ms
     limit = None if name in _READS_LOGITS else DRAFTER_LIMIT
     lines.append(
@@ -274,92 +292,32 @@ def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
   return lines
 
 
-# --- verification -----------------------------------------------------------
-
-
-def accepted_draft(
-  tree: Tree, vocab_size: int, law: int, seed: int = 0
-) -> tuple[Draft, jax.Array]:
-  """Returns a draft and logits `[1, N, V]` that accept its first-child path.
-
-  The likeliest token after each node, by far, is that of its first child;
-  the other nodes' tokens are others.
-
-  Args:
-    tree: of the nodes.
-    vocab_size: `V`.
-    law: of all nodes, DETERMINISTIC or IID; `probs` are the target's own.
-    seed: of the logits.
-  """
-  random = np.random.default_rng(seed)
-  N = tree.num_nodes
-  scores = 2 * random.standard_normal((N, vocab_size), np.float32)
-  tokens = random.permutation(vocab_size)[:N].astype(np.int32)
-  for node in range(N):
-    children = np.flatnonzero(tree.parents == node)
-    likely = tokens[children[0]] if children.size else tokens[node]
-    scores[node, likely] += 30
-  logits = jnp.asarray(scores)[None]
-  draft = Draft(
-    tokens=jnp.asarray(tokens)[None],
-    **static_tree(tree, 1),
-    law=jnp.full((1, N), law, jnp.int32),
-    probs=None if law == DETERMINISTIC else jax.nn.softmax(logits, -1),
-    acceptable=jnp.arange(N)[None] > 0,
-  )
-  return draft, logits
-
-
-def walk(params, logits, draft: Draft, sampling: Sampling, noise: Noise):
-  """Verifies a draft as a step does: a law at each node arrived at."""
-  del params
-
-  def law_at(node):
-    after = path_counts(Counts(), draft.tokens, at_node(draft.visible, node))
-    return warp(at_node(logits, node), sampling, after)
-
-  return verify(noise, law_at, draft, noise.plain.shape[1] - 1)
-
-
-def verify_pieces(vocab_size: int) -> dict[tuple[str, str, str], Piece]:
-  """Returns (tree, law, sampling) -> the walk that is timed."""
-  found = {}
-  for shape, parents in TREES.items():
-    tree = trees.from_parents(parents)
-    noise = jax.tree.map(
-      lambda x: x + 0.5, no_noise(1, tree.num_nodes, tree.depth)
-    )
-    show.note(f"preparing verification of {shape}")
-    for kind, law in (("deterministic", DETERMINISTIC), ("iid", IID)):
-      draft, logits = accepted_draft(tree, vocab_size, law)
-      for name, settings in SAMPLINGS.items():
-        rest = (draft, sampling_of(settings), noise)
-        piece = Piece(walk, None, logits, rest)
-        accepted = int(piece.result().num_accepted[0])
-        assert accepted == tree.depth, f"{accepted} of {tree.depth} accepted"
-        found[shape, kind, name] = piece
-  return found
-
-
 def main() -> None:
   """Times everything in turn; prints and writes the shares."""
   loaded = spec_jax.load(_MODEL.value)
   model, params = loaded.model, loaded.params
+  prompt = prompt_files.bench_sets()["edit"][0]
+  chats = prompt_files.with_template(loaded.tokenizer, [prompt], "auto", "")
+  settings = Settings(max_new_tokens=128, stop_ids=())
+  work = plan(loaded, chats, settings, 0)
+  parts, proposed = drafter_pieces(loaded, work)
+  learned, built = learned_pieces(loaded, work)
+  widths = {1, walk_cost.NUM_NODES} | {x.num_nodes for x in built.values()}
   cases: dict[Any, Callable[[], float]] = {
     ("pass", width): timing.pass_of(
       model, params, width, 1, slots=_SLOTS.value, held=_HELD
     )
-    for width in (1, NUM_NODES)
+    for width in sorted(widths)
   }
-  parts, proposed = drafter_pieces(loaded)
-  walks = verify_pieces(model.config.vocab_size)
+  walks = walk_cost.verify_pieces(model.config.vocab_size)
   for key, piece in walks.items():
     cases["verify", key] = piece
     cases["verify call", key] = piece.idle()
-  cases |= {("drafter", key): piece for key, piece in parts.items()}
+  both = parts | learned
+  cases |= {("drafter", key): piece for key, piece in both.items()}
   show.note(f"compiling and timing {len(cases)} cases, {_ROUNDS.value} rounds")
   ms = timing.medians(timing.take_turns(cases, _ROUNDS.value))
-  wide = ms["pass", NUM_NODES]
+  wide = ms["pass", walk_cost.NUM_NODES]
   lines = drafter_lines(
     {key: ms["drafter", key] for key in parts}, ms["pass", 1]
   )
@@ -374,6 +332,17 @@ def main() -> None:
       f"({limit}), {line['proposed']} nodes"
       f"{'' if line['met'] else '  MISSED'}"
     )
+  ratios = learned_lines(
+    {key: ms["drafter", key] for key in learned},
+    built,
+    {width: ms["pass", width] for width in widths},
+  )
+  for line in ratios:
+    print(
+      f"{line['draft']}: a pass {line['cost_ratio']:.3f} of the target's, "
+      f"drafting in a step {line['share']:.2f}, the step with the target's "
+      f"pass over {line['nodes']} tokens {line['step']:.2f}"
+    )
   verified = []
   for key in walks:
     own = max(ms["verify", key] - ms["verify call", key], 0.0)
@@ -381,7 +350,7 @@ def main() -> None:
     verified.append(
       {
         **dict(zip(("tree", "law", "sampling"), key, strict=True)),
-        "nodes": NUM_NODES,
+        "nodes": walk_cost.NUM_NODES,
         "verify_ms": own,
         "pass_ms": wide,
         "share": share,
@@ -391,7 +360,7 @@ def main() -> None:
     )
     print(
       f"verify {', '.join(key)}: {own:.3f} ms, {100 * share:.1f} % of a pass "
-      f"over {NUM_NODES} tokens (<= {100 * VERIFY_LIMIT:.0f} %)"
+      f"over {walk_cost.NUM_NODES} tokens (<= {100 * VERIFY_LIMIT:.0f} %)"
       f"{'' if share <= VERIFY_LIMIT else '  MISSED'}"
     )
   if _OUT.value:
@@ -401,6 +370,7 @@ def main() -> None:
       "slots": _SLOTS.value,
       "rounds": _ROUNDS.value,
       "drafters": lines,
+      "learned": ratios,
       "verify": verified,
     }
     Path(_OUT.value).write_text(json.dumps(record, indent=1) + "\n")

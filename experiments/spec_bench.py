@@ -35,7 +35,7 @@ from experiments import (
 from experiments.bench_engines import Bench, Run
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings, drafters, metrics, shipped, trained
+from spec_jax import Settings, drafters, length, metrics, shipped, trained
 from spec_jax.generate import make_engine
 from spec_jax.work import Work, plan
 
@@ -147,8 +147,12 @@ def line_of(
   numbers: Sequence[int],
   ours: Sequence[Run],
   plain: Sequence[Run],
+  before: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-  """Returns what is recorded of a case on a subtask, times and ratios."""
+  """Returns what is recorded of a case on a subtask, times and ratios.
+
+  `before` is what the length policy had to report when the subtask began.
+  """
   engine = bench.engine(case, bench.slots(numbers))
   counts = metrics.Counts.sum([done.counts for done, _ in ours])
   agree = bench.must_agree(case, bench.slots(numbers))
@@ -182,7 +186,7 @@ def line_of(
     "identical": sum(same),
     "different": [n for n, s in zip(numbers, same, strict=True) if not s],
     "costs_s": costs,
-    "policy": engine.policy_report(),
+    "policy": length.since(engine.policy_report(), before),
   }
 
 
@@ -195,6 +199,7 @@ def run_subtask(
   total = len(numbers) * len(cases)
   slots = bench.slots(numbers)
   bench.measure(cases, numbers)
+  before = {case: bench.engine(case, slots).policy_report() for case in cases}
   with tqdm(total=total, desc=title, unit="run", disable=None) as bar:
     for turn, number in enumerate(numbers):
       for case, run, near in bench.decode(number, cases, turn, slots):
@@ -204,7 +209,7 @@ def run_subtask(
       if bar.disable:  # not a terminal
         show.note(f"{title}: prompt {turn + 1} of {len(numbers)}")
   return {
-    case: line_of(bench, case, numbers, ours[case], plain[case])
+    case: line_of(bench, case, numbers, ours[case], plain[case], before[case])
     for case in cases
   }
 
@@ -361,12 +366,18 @@ def check_cases() -> None:
 
 
 @contextlib.contextmanager
-def opened(command: str, key: Callable[[Mapping[str, Any]], Any], **more):
+def opened(
+  command: str,
+  key: Callable[[Mapping[str, Any]], Any],
+  sizes: Mapping[str, Any] | None = None,
+  **more,
+):
   """Yields result file, target and prompts by subtask, as the flags say.
 
   Args:
     command: whose lines the file holds.
     key: what tells its lines apart.
+    sizes: what else must be equal for a run to be resumed.
     **more: for the manifest.
 
   Raises:
@@ -390,6 +401,7 @@ def opened(command: str, key: Callable[[Mapping[str, Any]], Any], **more):
     "weights_sha256": spec_jax.hub.weights_hash(loaded),
     "max_new_tokens": _TOKENS.value,
     "seed": _SEED.value,
+    **(sizes or {}),
   }
   identity = {**about, "tasks": tasks}
   with contextlib.closing(results.ResultFile(_OUT.value, identity, key)) as out:

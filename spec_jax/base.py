@@ -491,6 +491,7 @@ class Drafter(NamedTuple):
       steps of one depth cost differently.
     cheap_depth: depth of the part that it can be asked for alone, without the
       one that asks a model; None = it always asks all it has.
+    reads: whether it has nodes read for its own use (`Draft.read`).
     taps: which of the target's hidden states it looks at: numbers of layers,
       () = the final normalised one, None = at none.
   """
@@ -512,6 +513,7 @@ class Drafter(NamedTuple):
   catches_up: bool = False
   alternates: bool = False
   cheap_depth: int | None = None
+  reads: bool = False
   taps: tuple[int, ...] | None = None
 
 

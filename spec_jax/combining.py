@@ -133,6 +133,7 @@ def combined(
     greedy_only=any(d.greedy_only for d in parts.values()),
     catches_up=any(d.catches_up for d in parts.values()),
     alternates=any(d.alternates for d in parts.values()),
+    reads=any(d.reads for d in parts.values()),
     taps=next(iter(taps), None),
   )
 

@@ -56,7 +56,7 @@ def cost(
   levels: Levels,
   *,
   probe: int = 32,
-  budget: float = 0.02,
+  budget: float = 0.01,
   margin: float = 0.05,
   memory: float = 50.0,
   prior: float = 0.7,
@@ -76,7 +76,8 @@ def cost(
   steps with all parts tell about both.
 
   A way that was not used for `probe` steps, or for so many more that such
-  probes take at most `budget` of the time, is used once to look again. A draft
+  probes lose at most `budget` of the time, is used once to look again (where it
+  seldom has anything to propose, a probe seldom costs anything). A draft
   model that was not asked must then catch up, which counts as a part of the
   probe: where that alone takes more than the budget, it is asked again at the
   beginning of the next prompt (in a batch when its rows' prompts are all new
@@ -86,7 +87,7 @@ def cost(
   Args:
     levels: of the drafter.
     probe: steps without a draft after which one is tried, at least.
-    budget: fraction of the time that such tries may take, as if they were in
+    budget: fraction of the time that such tries may lose, as if they were in
       vain.
     margin: drafting must promise so much more than not drafting, as a
       fraction: what costs and chances are uncertain by.
@@ -107,9 +108,9 @@ def cost(
     raise ValueError(f"probe must be at least 1, got {probe}")
   if not 0 < budget <= 1:
     raise ValueError(f"budget must be in (0, 1], got {budget}")
-  if margin < 0:
+  if not margin >= 0:
     raise ValueError(f"margin must be at least 0, got {margin}")
-  if memory <= 1:
+  if not memory > 1:
     raise ValueError(f"memory must be above 1, got {memory}")
   if not 0 < prior < 1:
     raise ValueError(f"prior must be in (0, 1), got {prior}")
@@ -178,7 +179,8 @@ def cost(
     catch_up = costs[L + 1] * late if costs.shape[0] > L + 1 else 0.0
     catch_up = jnp.where(way_L == 0, catch_up, 0.0)  # [L]
     somebody = (1 - jnp.prod(1 - wide, 0))[way_L]
-    spent = plain + somebody * (deep - plain) + catch_up / probe
+    step = plain + somebody * (deep - plain)  # [L], where nothing waits
+    spent = step + catch_up / probe
     rate = (rows + (offer[:, way_L] * gains(state)).sum(0)) / spent
     best = jnp.argmax(rate)
     pays = rate[best] > rows / plain * (1 + margin)
@@ -187,7 +189,7 @@ def cost(
     # Each way's best level, and what trying it in vain would lose, in steps.
     places = [s.start + jnp.argmax(rate[s]) for s in levels.slices()]
     tried = jnp.stack(places)  # [G]
-    lost = (deep + catch_up)[tried] - rows / usual_rate
+    lost = (step + catch_up)[tried] - rows / usual_rate
     wait = jnp.maximum(probe, lost / usual / (budget / G))
     never = jnp.iinfo(jnp.int32).max
     idle = jnp.where(on, state.idle, never).min(0)

@@ -24,7 +24,7 @@ LOOK_STEPS = 4
 _CALLS = 3
 # Of the time, what looks of a kind may lose: that the tokens they bring would
 # have come sooner with the other kind of step, and what their calls take.
-_SHARE = 1 / 75
+_SHARE = 1 / 100
 # Looks at what seems to lose nothing count as if they lost so much of a step.
 _LEAST = 0.05
 # Looks at a time: most of the calls whose median is believed.

@@ -123,9 +123,7 @@ def best_first(
     level = lax.dynamic_slice_in_dim(value, begin, W * W, 1)
     index = jnp.sort(lax.top_k(level, W)[1], 1)
     best = jnp.take_along_axis(level, index, 1)
-    last = lax.top_k(value, min(num_nodes - 1, M))[0][:, -1:]
-    if num_nodes - 1 > M:
-      last = jnp.full_like(last, -jnp.inf)  # There is a place for everyone.
+    last = lax.top_k(value, num_nodes - 1)[0][:, -1:]
     return index + begin, (best > last) & (max_depth[:, None] > d)
 
   def goes_on(state):
@@ -180,7 +178,7 @@ def best_first(
 def _keep(tokens, value, parents, read, num_nodes) -> Grown:
   """Keeps the candidates of most value, in the order of their places."""
   B, M = value.shape
-  n = min(num_nodes - 1, M)
+  n = num_nodes - 1
   best, index = lax.top_k(value, n)
   index = jnp.sort(jnp.where(best > -jnp.inf, index, M), 1)
   index = jnp.pad(index, ((0, 0), (0, num_nodes - 1 - n)), constant_values=M)

@@ -5,7 +5,7 @@ before a token is drawn, never at the token: so the output law stays the
 target's whatever it decides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def entropy(
   """
   if not 0 <= threshold <= 1:
     raise ValueError(f"threshold must be in [0, 1], got {threshold}")
-  if scale <= 0:
+  if not scale > 0:
     raise ValueError(f"scale must be above 0, got {scale}")
 
   def extend(state, law):
@@ -87,8 +87,9 @@ def entropy(
 def average(depth: int, *, start: int = 0) -> LengthPolicy:
   """Builds the policy that follows a row's own success.
 
-  Two more after a step whose drafts were all accepted, one fewer after a
-  refusal, in [1, depth]; a step that proposed nothing changes nothing.
+  Two more after a step that had as many tokens accepted as asked for, one fewer
+  after a refusal, in [1, depth]; any other step changes nothing. A new prompt
+  begins anew.
 
   Args:
     depth: `K`, drafted at most.
@@ -114,6 +115,7 @@ def average(depth: int, *, start: int = 0) -> LengthPolicy:
     init=lambda batch: jnp.full((batch,), first, jnp.int32),
     level=lambda state, running, costs: state,
     update=update,
+    restart=lambda state: jnp.full_like(state, first),
   )
 
 
@@ -189,12 +191,12 @@ def report(
     costs: see `Engine`, if it needed them.
 
   Returns:
-    For "cost": steps by the depth drafted, probes, the chance of acceptance
-    by depth as last estimated, the costs as they are now, those of a step by
-    depth relative to no draft, those of a token of catching up, and in `alarm`
-    one line if drafting was off in most steps, saying why, else None. For a
-    drafter that is asked in several ways that is of all its parts, but for the
-    steps; `ways` has each one's own.
+    For "cost": steps by the depth drafted, probes, whether a draft was asked
+    for of late, the chance of acceptance by depth as last estimated, the costs
+    as they are now, those of a step by depth relative to no draft, those of a
+    token of catching up, and in `alarm` one line if drafting was off in most
+    steps, saying why, else None. For a drafter that is asked in several ways
+    that is of all its parts, but for the steps; `ways` has each one's own.
   """
   if name != "cost" or costs is None:
     return {"name": name} if name != "fixed" else None
@@ -214,22 +216,6 @@ def report(
       "accept_cond": rates[part],
       "relative_costs": [x / costs[0] for x in costs[1:][part]],
     }
-  alarm = None
-  if sum(steps) and steps[0] > sum(steps) / 2:
-    share = steps[0] / sum(steps)
-    asked = np.asarray(state.asks).sum() > 0
-    first = "nothing was proposed" if asked else "none was asked for"
-    known = [x["accept_cond"][0] for x in ways.values() if x["accept_cond"]]
-    known = [x for x in known if x is not None]
-    if known:
-      best = 100 * max(known)
-      first = f"the first draft token is accepted {best:.0f} % of times"
-    relative = [x for way in ways.values() for x in way["relative_costs"]]
-    alarm = (
-      f"no draft in {100 * share:.0f} % of steps: {first}, and a step with a "
-      f"draft costs {min(relative):.2f} to {max(relative):.2f} "
-      f"of one without"
-    )
   found = {
     "name": name,
     "costs_s": list(costs),
@@ -238,6 +224,56 @@ def report(
     "steps_at_depth": steps,
     "num_probes": int(np.asarray(state.num_probes).sum()),
     "accept_cond": ways[WAYS[0]]["accept_cond"],
-    "alarm": alarm,
+    "asked": bool(np.asarray(state.asks).sum() > 0),
   }
-  return found | ({"ways": ways} if levels.num_ways > 1 else {})
+  if levels.num_ways > 1:
+    found["ways"] = ways
+  return found | {"alarm": _alarm(found)}
+
+
+def since(
+  report: Mapping[str, Any] | None, before: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+  """Returns a report that counts only what came after an earlier one.
+
+  Args:
+    report: see `report`, also with what `following.CostFollower` adds.
+    before: of the same policy, earlier; None = the beginning.
+  """
+  if report is None or before is None or "steps_at_depth" not in report:
+    return None if report is None else dict(report)
+
+  def less(new, old):
+    return [a - b for a, b in zip(new, old, strict=True)]
+
+  found, name = dict(report), "steps_at_depth"
+  found[name] = less(report[name], before[name])
+  found["num_probes"] = report["num_probes"] - before["num_probes"]
+  if "ways" in report:
+    found["ways"] = {
+      way: {**own, name: less(own[name], before["ways"][way][name])}
+      for way, own in report["ways"].items()
+    }
+  return found | {"alarm": _alarm(found)}
+
+
+def _alarm(found: Mapping[str, Any]) -> str | None:
+  """Returns a line if drafting was off in most steps, saying why."""
+  steps = found["steps_at_depth"]
+  if not sum(steps) or steps[0] <= sum(steps) / 2:
+    return None
+  ways = list(found.get("ways", {}).values())
+  relative = [x for way in ways for x in way["relative_costs"]]
+  relative = relative or found["relative_costs"][1:]
+  rates = [way["accept_cond"] for way in ways] or [found["accept_cond"]]
+  known = [x[0] for x in rates if x and x[0] is not None]
+  why = "nothing was proposed" if found["asked"] else "none was asked for"
+  if known:
+    best = 100 * max(known)
+    why = f"the first draft token is accepted {best:.0f} % of times"
+  share = steps[0] / sum(steps)
+  return (
+    f"no draft in {100 * share:.0f} % of steps: {why}, and a step with a "
+    f"draft costs {min(relative):.2f} to {max(relative):.2f} "
+    f"of one without"
+  )

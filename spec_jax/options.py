@@ -68,6 +68,25 @@ def check_options(
   check_types(kind, given, function)
 
 
+def check_unused(
+  function: Callable, given: Mapping[str, Any], reason: str
+) -> None:
+  """Checks that options which have no use beside others were left alone.
+
+  Args:
+    function: whose keyword-only parameters they are.
+    given: their values.
+    reason: why they have no use, for example "where a tree is given".
+
+  Raises:
+    ValueError: naming the first that is not its default.
+  """
+  defaults = options_of(function)
+  for name, value in given.items():
+    if value != defaults[name]:
+      raise ValueError(f"{name} has no use {reason}, got {value}")
+
+
 def check_types(
   kind: str, given: Mapping[str, Any], function: Callable
 ) -> None:

@@ -27,6 +27,7 @@ from spec_jax.base import (
 from spec_jax.drafting import shown_to
 from spec_jax.levels import Levels
 from spec_jax.requests import make_request
+from spec_jax.tree import MAX_NODES
 
 # Nodes the target's pass is compiled for besides all: the root alone, and as
 # many as a CPU reads at about the same price.
@@ -98,7 +99,9 @@ class EngineConfig:
           f"drafter 'none' proposes nothing for verifier {self.verifier!r} to "
           f"judge"
         )
-      length.build(self.policy, Levels((1,)), **dict(self.policy_options))
+      verifiers.check(self.verifier, dict(self.verifier_options))
+      deepest = Levels((MAX_NODES - 1,))  # of any drafter
+      length.build(self.policy, deepest, **dict(self.policy_options))
     return dataclasses.replace(
       self,
       verifier="token" if plain else self.verifier,

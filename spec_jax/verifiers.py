@@ -4,7 +4,7 @@ A rule is `rule(noise, law_at, draft, depth) -> Verdict`; `verify.verify` is the
 one that every drafter works with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
 import math
 from typing import Any, NamedTuple
@@ -156,6 +156,16 @@ def option_types() -> dict[str, type]:
   return found
 
 
+def check(name: str, settings: Mapping[str, Any]) -> None:
+  """Checks a verifier's name, and names and types of its options.
+
+  Raises:
+    ValueError: for one that is unknown, or of another type.
+  """
+  options(name)  # refuses a name that there is not
+  check_options(f"verifier {name!r}", settings, VERIFIERS[name])
+
+
 def build(name: str, drafter: Drafter, **settings) -> Verifier:
   """Builds a verifier by name.
 
@@ -168,6 +178,5 @@ def build(name: str, drafter: Drafter, **settings) -> Verifier:
     ValueError: for an unknown verifier or option, an option out of range, or
       a drafter whose drafts it cannot judge.
   """
-  options(name)  # refuses a name that there is not
-  check_options(f"verifier {name!r}", settings, VERIFIERS[name])
+  check(name, settings)
   return VERIFIERS[name](drafter, **settings)

@@ -93,6 +93,7 @@ def test_whether_a_draft_model_is_asked_depends_on_the_parts(
     ("cascade", {"inner": "vanilla"}, "asks no draft model, got 'vanilla'"),
     ("cascade", {"inner": "none"}, "certain of its tokens, got 'none'"),
     ("cascade", {"draft_temperature": -1.0}, "got -1.0"),
+    ("cascade", {"inner": "lookahead"}, "own use, got 'lookahead'"),
   ],
 )
 def test_parts_that_do_not_fit_are_refused(name, options, words):

@@ -78,6 +78,10 @@ _MISTAKES = {
     ["--config.drafter.name=none", "--config.verifier.name=typical"],
     "drafter 'none' proposes nothing for verifier 'typical' to judge",
   ),
+  "verifier option of nothing": (
+    ["--config.drafter.name=none", "--config.verifier.lenience=.5"],
+    "verifier 'token' has no option 'lenience'; it has none",
+  ),
   "policy option of nothing": (
     ["--config.drafter.name=none", "--config.policy.probe=0"],
     "probe must be at least 1",

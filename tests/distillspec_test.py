@@ -6,6 +6,9 @@ from commands import built_once as built_once, run_command
 import pytest
 from tiny_model import tiny_model
 
+import spec_jax
+from train import data
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -56,6 +59,38 @@ def test_the_grid_is_filled_and_goes_on(folder, tmp_path, monkeypatch, capsys):
     assert 0 < line["alpha_1"] <= 1 and 0 <= line["alpha_0"] <= 1
     assert line["emitted_per_step"] >= 1
   assert "| tvd | 0." in done.out
+  wrote = {x.parent.name for x in out.glob("*/on_policy")}
+  assert wrote == {"tvd-mix", "tvd-own"}
+  # Another evaluation set is another grid.
+  done = _run(folder, out, monkeypatch, capsys, "--losses=tvd", "--held_out=3")
+  assert done.code == 2 and "held_out" in done.err
+
+
+def test_a_source_gives_its_own_text(folder, tmp_path, monkeypatch, capsys):
+  """What is learned from is the data's or the target's, never held out."""
+  packed, real = [], data.pack
+
+  def pack(examples, length):
+    packed.append({tuple(x.ids.tolist()) for x in examples})
+    return real(examples, length)
+
+  monkeypatch.setattr(data, "pack", pack)
+  words = "--losses=tvd", "--sources=truth,answers", "--steps=1"
+  done = _run(folder, tmp_path / "x", monkeypatch, capsys, *words)
+  assert done.code == 0, done.err
+  held, truth, answers = packed
+  assert len(held) == 2 and len(truth) == 10 and len(answers) == 8
+  loaded = spec_jax.load(folder / "model", cpu_kernel="off")
+  files = (str(folder / "answers.jsonl"),)
+  own = data.read_examples(files, loaded, length=48)
+  assert held | answers == {tuple(x.ids.tolist()) for x in own}
+  assert not held & answers and not truth & (held | answers)
+
+
+def test_half_of_an_odd_batch_is_refused(folder, tmp_path, monkeypatch, capsys):
+  words = "--sources=mix", "--batch_size=1"
+  done = _run(folder, tmp_path / "x", monkeypatch, capsys, *words)
+  assert done.code == 2 and "of the 1 rows of a step" in done.err
 
 
 @pytest.mark.parametrize(

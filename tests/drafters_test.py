@@ -148,6 +148,7 @@ def test_drafts_keep_the_rules(key):
     assert deepest <= K
     reached = max(reached, draft.depths.max())
     assert draft.tokens.shape == (4, N)
+    assert rig.drafter.reads == (draft.read is not None)
     if draft.read is not None:
       assert not (draft.read & draft.acceptable).any()
       assert not draft.read[np.asarray(state.done)].any()

@@ -302,6 +302,13 @@ def test_a_tree_that_grows_begins_with_the_chain():
     ({"num_draft": 2, "draft_temperature": 0.0}, "draft_temperature must be"),
     ({"num_nodes": 1}, "num_nodes must be at least 2"),
     ({"depth": 0}, "depth must be at least 1"),
+    (
+      {"tree": (2, 1), "draft_temperature": 0.5},
+      "draft_temperature has no use",
+    ),
+    ({"num_draft": 3, "num_nodes": 8}, "num_nodes has no use where .* got 8"),
+    ({"tree": (2, 1), "depth": 99}, "depth has no use where .* got 99"),
+    ({"parents": (-1, 0), "width": 2}, "width has no use where .* got 2"),
   ],
 )
 def test_bad_options_are_refused(options, message):

@@ -119,12 +119,12 @@ def test_looks_lose_little_time(accepted):
         lost += seconds - LOOK_STEPS * other
     assert looks > 5
     # A look is due after some whole call, and a call takes time of its own.
-    assert lost / total < 1.3 / 75
+    assert lost / total < 1.3 / 100
     most = at[0] * (1.5 - tokens) + at[2] * (1 - 1.5 / tokens)
     if most > 0:
-      assert lost / total > 0.5 / 75
+      assert lost / total > 0.5 / 100
     elif accepted == 0.5:  # nothing is lost: not every call for that
-      assert looks == pytest.approx(2 * total / 75, rel=0.3)
+      assert looks == pytest.approx(2 * total / 100, rel=0.3)
 
 
 def test_what_a_draft_brings_is_taken_from_what_was_counted():
@@ -171,7 +171,7 @@ def test_a_step_that_found_nothing_to_propose_is_no_dearer():
       assert depth == 0
       looks += 1
       lost += seconds - LOOK_STEPS * 1.25 / 2
-  assert looks > 5 and 0.5 / 75 < lost / total < 1.3 / 75
+  assert looks > 5 and 0.5 / 100 < lost / total < 1.3 / 100
 
 
 def test_copies_alone_have_nothing_to_catch_up_with():

@@ -15,6 +15,8 @@ from spec_jax.levels import Levels
 from spec_jax.programs import EngineConfig
 from spec_jax.requests import Job
 
+NAN = float("nan")
+
 
 def outcome(asked, chance, accepted, running=None, widened=None):
   """Returns an outcome of rows given as lists."""
@@ -77,6 +79,32 @@ def test_average_grows_by_two_and_falls_by_one():
 
 FLAT = [1.0, 1.0, 1.0, 1.0, 1.0]
 STEEP = [1.0, 3.0, 5.0, 7.0, 9.0]
+
+
+def test_average_begins_anew_with_each_prompt():
+  """D8: what a row drew before has no part in what it draws next."""
+  policy = length.average(5, start=2)
+  state = policy.init(1)
+  state = policy.update(state, outcome([2], [[True] * 2], [[True] * 2]))
+  assert depths(policy, state) == [4]
+  assert depths(policy, policy.restart(state)) == [2]
+
+
+def test_a_report_may_leave_out_what_came_before():
+  """40 steps that drafted, then 10 that did not: only these are told."""
+  policy = cost(1)
+  state = policy.init(1)
+  for _ in range(40):
+    state = policy.update(state, outcome([1], [[True]], [[True]]))
+  costs = [1.0, 1.2]
+  before = length.report("cost", Levels((1,)), state, costs)
+  assert before["alarm"] is None and length.since(before, None) == before
+  for _ in range(10):
+    state = policy.update(state, outcome([0], [[False]], [[False]]))
+  said = length.since(length.report("cost", Levels((1,)), state, costs), before)
+  assert said["steps_at_depth"] == [10, 0] and said["num_probes"] == 0
+  assert said["alarm"].startswith("no draft in 100 % of steps")
+  assert length.since(None, None) is None
 
 
 def test_cost_drafts_where_it_pays():
@@ -145,6 +173,12 @@ def test_cost_probes_within_its_budget():
   policy = cost(1, probe=32, budget=0.02)
   state = policy.init(1).replace(chances=jnp.full((1, 1), 1e6))
   for idle, asked in ((199, 0), (200, 1)):
+    state = state.replace(idle=jnp.full((1, 1), idle, jnp.int32))
+    assert depths(policy, state, [1.0, 5.0]) == [asked]
+  # It is wider in a tenth of the steps only: every 20, but 32 is the least.
+  often = {"asks": jnp.full((1, 1), 1e6), "widens": jnp.full((1, 1), 1e5)}
+  state = state.replace(**often)
+  for idle, asked in ((31, 0), (32, 1)):
     state = state.replace(idle=jnp.full((1, 1), idle, jnp.int32))
     assert depths(policy, state, [1.0, 5.0]) == [asked]
 
@@ -268,6 +302,15 @@ def test_done_rows_have_no_say():
     ("entropy", {"threshold": -0.1}, "threshold must be in"),
     ("entropy", {"scale": 0.0}, "scale must be above 0"),
     ("average", {"start": 5}, "start must be in"),
+    # What compares false with everything is in no range.
+    ("cost", {"budget": NAN}, "budget must be in"),
+    ("cost", {"margin": NAN}, "margin must be at least 0"),
+    ("cost", {"carry": NAN}, "carry must be in"),
+    ("cost", {"memory": NAN}, "memory must be above 1"),
+    ("cost", {"prior": NAN}, "prior must be in"),
+    ("confidence", {"threshold": NAN}, "threshold must be in"),
+    ("entropy", {"threshold": NAN}, "threshold must be in"),
+    ("entropy", {"scale": NAN}, "scale must be above 0"),
   ],
 )
 def test_what_is_out_of_range_is_named(name, options, message):

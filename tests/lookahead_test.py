@@ -1,5 +1,6 @@
 """Lookahead decoding: window, pool and steps against lists in Python."""
 
+import dataclasses
 import functools
 
 import jax
@@ -324,6 +325,40 @@ def test_a_row_that_may_not_draft_keeps_its_window():
   assert comb.tokens[1, 1].tolist() == [7, 7, 7]
   assert (pool.ngrams[0] == -1).all()  # Nothing was full but the text's own.
   assert pool.ngrams[1, 0].tolist() == [1, 1, 3]
+
+
+def test_a_window_that_was_not_read_stays():
+  """Another part served the row: its logits say nothing, its tokens do.
+
+  Of four tokens that were committed all trigrams are kept.
+  """
+  drafter = build(window=3, ngram=3, guesses=2, pool=8)
+  context = Context(
+    tokens=jnp.ones((2, SLOTS), jnp.int32),
+    length=jnp.array([4, 4]),
+    done=jnp.zeros((2,), bool),
+    max_depth=jnp.array([2, 2]),
+    sampling=Sampling(),
+    counts=None,
+  )
+  tokens = jnp.array([[3, 4, 5, 6, -1]] * 2)
+  verdict = Verdict(None, tokens, None, None, None, None, None)
+  logits = jnp.zeros((2, drafter.num_nodes, 9)).at[:, :, 7].set(1)
+  output = Output(logits, hidden=None, block=None)
+
+  @fakes.jit
+  def step(context):
+    draft, carry = drafter.propose({}, None, drafter.init(2), context)
+    served = draft.read & jnp.array([[True], [False]])
+    told = dataclasses.replace(draft, read=served)
+    return drafter.update({}, carry, told, verdict, output)
+
+  comb, pool = step(context)
+  assert comb.filled.tolist() == [2, 0]
+  assert comb.tokens[0, 1].tolist() == [7, 7, 7] and not comb.tokens[1].any()
+  ngrams = [[1, 1, 3], [1, 3, 4], [3, 4, 5], [4, 5, 6]]
+  for row in pool.ngrams.tolist():
+    assert sorted(x for x in row if x[0] >= 0) == ngrams
 
 
 def test_window_and_pool_belong_to_the_prompt():

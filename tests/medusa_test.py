@@ -158,6 +158,7 @@ def test_the_tree_follows_the_accuracies():
   [
     ({"tree": (2,), "parents": (-1, 0)}, "give tree or parents"),
     ({"num_nodes": 1}, "num_nodes must be at least 2"),
+    ({"tree": (1, 1), "num_nodes": 64}, "num_nodes has no use where .* got 64"),
     ({"tree": (1, 1, 1, 1)}, "the tree is 4 deep, there are 3 heads"),
   ],
 )

@@ -1,6 +1,7 @@
 """Tests of what is timed as overhead, and of the shares that are recorded."""
 
 import json
+import types
 
 from commands import (
   built_once as built_once,
@@ -12,37 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import tree as trees
+from experiments import timing, walk_cost
+from spec_jax import sampling, tree as trees
 from spec_jax.base import DETERMINISTIC, IID
 
 
 @pytest.mark.parametrize("law", [DETERMINISTIC, IID])
 def test_the_timed_walk_accepts_the_deepest_path(law):
   """All of the first chain, greedy and sampled; a twin leaves it at once."""
-  overheads = fresh("overheads")
-  for parents in overheads.TREES.values():
+  for parents in walk_cost.TREES.values():
     tree = trees.from_parents(parents)
     assert tree.num_nodes == 64
-    noise = overheads.no_noise(1, tree.num_nodes, tree.depth)
-    draft, logits = overheads.accepted_draft(tree, 100, law)
-    for settings in overheads.SAMPLINGS.values():
-      sampling = overheads.sampling_of(settings)
-      walk = overheads.walk(None, logits, draft, sampling, noise)
+    noise = sampling.no_noise(1, tree.num_nodes, tree.depth)
+    draft, logits = walk_cost.accepted_draft(tree, 100, law)
+    for settings in walk_cost.SAMPLINGS.values():
+      own = walk_cost.sampling_of(settings)
+      walk = walk_cost.walk(None, logits, draft, own, noise)
       assert int(walk.num_accepted[0]) == tree.depth
-      other = overheads.walk(None, -logits, draft, sampling, noise)
+      other = walk_cost.walk(None, -logits, draft, own, noise)
       # The likely token is now the least likely; a sibling may be kept.
       assert other.path[0, 1] != 1
 
 
 def test_a_piece_times_a_call_and_consumes_nothing():
   """Again and again, on what it was given; idling takes the same arguments."""
-  overheads = fresh("overheads")
   held = jnp.arange(4.0)
 
   def function(params, x, y):
     return params * x + y
 
-  piece = overheads.Piece(function, 2.0, held, (jnp.ones(4),))
+  piece = timing.Piece(function, 2.0, held, (jnp.ones(4),))
   assert all(0 < piece() < 60 for _ in range(3))
   np.testing.assert_array_equal(held, [0, 1, 2, 3])
   np.testing.assert_array_equal(piece.result(), [1, 3, 5, 7])
@@ -67,6 +67,24 @@ def test_a_share_is_without_the_call_and_against_one_pass():
   assert slow["share"] == pytest.approx(0.07) and not slow["met"]
   assert fast["share"] == pytest.approx(0.01) and fast["met"]
   assert fast["update_ms"] == 0 and slow["limit"] == 0.02
+
+
+def test_a_cost_ratio_is_of_one_pass_of_the_draft():
+  """4 passes of 1 ms and .4 for the text, in a pass of 20; a block takes 22."""
+  overheads = fresh("overheads")
+  names = "distilled layers, chain of 4", "Medusa heads, tree"
+  ms = {}
+  for name in names:
+    for part, value in (("propose", 4.1), ("update", 0.5)):
+      ms |= {(name, part): value, (name, f"{part} call"): 0.1}
+  sizes = types.SimpleNamespace(num_nodes=5, depth=4)
+  chain, heads = overheads.learned_lines(
+    ms, dict.fromkeys(names, sizes), {1: 20.0, 5: 22.0}
+  )
+  assert chain["cost_ratio"] == pytest.approx(0.05)
+  assert heads["cost_ratio"] == pytest.approx(0.2)  # all heads at once
+  assert chain["share"] == pytest.approx(0.22)
+  assert chain["step"] == pytest.approx(1.32)
 
 
 def test_every_table_drafter_and_walk_is_in_the_file(

@@ -340,6 +340,18 @@ def test_the_oracle_takes_each_prompts_best_depth():
   }
   assert summary.oracle(merged, both) == pytest.approx(1.0)
   assert summary.oracle(merged, both, deep) == pytest.approx(20 / 18.75)
+  # Of the fixed settings the one with the same tree, not the deepest.
+  other = _line("lookup 9", prompts=[bad, bad], accept_cond=[0.0] * 9) | {
+    "arguments": {"drafter": "prompt_lookup", "options": {"num_draft": 9}}
+  }
+  text = summary.report_oracle([other, deep, ours])
+  assert "lookup cost, T=0, rag: 2.00 of 1.07 (188 %)" in text
+  # A corpus among the options is no drafter.
+  indexed = dict(ours) | {
+    "arguments": {"drafter": "suffix", "policy": "cost"}
+    | {"options": {"corpus": "--corpus"}}
+  }
+  assert "suffix" not in summary.report_oracle([deep, indexed])
   text = summary.report_oracle([deep, both, merged])
   assert "merged, T=0, rag: 2.00 of 1.07 (188 %)" in text
   text = summary.report_oracle([deep, ours])

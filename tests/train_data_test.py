@@ -327,3 +327,16 @@ def test_prompts_are_held_out_evenly():
   assert len(learn) == 7
   with pytest.raises(data.DataError, match="10 examples are to be held out"):
     data.hold_out(examples, 10)
+
+
+def test_a_prompt_that_is_held_out_is_nowhere_learned_from():
+  """M12: ten prompts with three answers each; of those held out one counts."""
+  examples = [_example([i], [i, j]) for i in range(10) for j in range(3)]
+  learn, held = data.hold_out(examples, 4)
+  prompts = [int(x.prompt[0]) for x in held]
+  assert prompts == [0, 2, 5, 7]
+  assert sorted({int(x.prompt[0]) for x in learn}) == [1, 3, 4, 6, 8, 9]
+  assert len(learn) == 18
+  assert data.hold_out(examples, 0) == (examples, [])
+  with pytest.raises(data.DataError, match="the data has 10 prompts"):
+    data.hold_out(examples, 10)

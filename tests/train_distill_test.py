@@ -15,7 +15,7 @@ from spec_jax import architecture, kernels, pairing, trained, trained_draft
 from spec_jax.models import decoder
 from tests import fakes, train_rig
 from train import data, distill
-from train.on_policy import OnPolicyBatches
+from train.on_policy import OnPolicyBatches, make_fixed
 
 # How a target may be held; a draft must be read for each.
 _HELD = {
@@ -197,11 +197,11 @@ def test_a_configuration_is_checked_before_the_target_is_read(case):
 # --- on-policy ---------------------------------------------------------------
 
 
-def _batches(folder, sample, fixed=True, refresh=3):
+def _batches(folder, sample, fixed=True, refresh=3, prompts=range(1, 8)):
   rows = train_rig.rows(6)
   return OnPolicyBatches(
     data.Batches(rows, 1, 0) if fixed else None,
-    [[i, i] for i in range(1, 8)],
+    [[i, i] for i in prompts],
     sample,
     batch_size=2,
     length=train_rig.LENGTH,
@@ -254,6 +254,42 @@ def test_a_resumed_run_reads_the_answers_that_were_there(tmp_path):
   third = _batches(tmp_path / "c", sample)
   with pytest.raises(data.DataError, match="is gone"):
     third.before(6, None)
+  other = _batches(tmp_path / "b", sample, prompts=range(2, 8))
+  with pytest.raises(data.DataError, match="prompts have changed"):
+    other.restore(first.position())
+
+
+@pytest.mark.parametrize("part,rows", [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_a_part_is_a_number_of_rows(part, rows):
+  config = _config(on_policy__part=part, train__batch_size=2)
+  fixed, drafted = make_fixed(config, train_rig.rows(6), 2)
+  assert drafted == rows and (fixed is None) == (rows == 4)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.9])
+def test_a_part_that_is_no_number_of_rows_is_refused(part):
+  """It would be another part than was asked for, or none."""
+  config = _config(on_policy__part=part, train__batch_size=2)
+  with pytest.raises(ValueError, match=f"of the 4 rows of a step.*got {part}"):
+    make_fixed(config, train_rig.rows(6), 2)
+
+
+@pytest.mark.parametrize(
+  "changed,message",
+  [
+    (
+      {"beta": 0.1},
+      "loss.beta has no use .*'forward_kl', got 0.1",
+    ),
+    ({"name": "cross_entropy", "temperature": 3.0}, "loss.temperature has no"),
+    ({"name": "cross_entropy", "top_k": 5}, "loss.top_k has no use"),
+  ],
+)
+def test_a_setting_of_another_loss_is_refused(changed, message):
+  config = _config(**{f"loss__{k}": v for k, v in changed.items()})
+  with pytest.raises(ValueError, match=message):
+    distill.check(config)
+  distill.check(_config(loss__name="jsd", loss__beta=0.1))
 
 
 def test_a_draft_answers_with_its_own_law(folder, tmp_path):

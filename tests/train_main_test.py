@@ -376,6 +376,23 @@ def test_answers_are_written_once_and_are_plain_decodings(
   assert {x["prompt"]: x for x in read_lines(out)} == first
 
 
+def test_answers_that_are_not_the_targets_own_are_refused(
+  folder, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "prompts.txt").write_text("word\n")
+  words = (
+    f"--config.model={folder / 'model'}",
+    f"--prompts={tmp_path / 'prompts.txt'}",
+    f"--out={tmp_path / 'answers.jsonl'}",
+    "--config.verifier.name=typical",
+    "--config.drafter.name=prompt_lookup",
+  )
+  code, _, err = _run(
+    "generate", "configs/generate.py", monkeypatch, capsys, *words
+  )
+  assert code == 2 and "would not be the target's own answers" in err
+
+
 def test_metrics_are_plotted(run_folder, tmp_path, monkeypatch, capsys):
   words = (f"--runs={run_folder}", f"--out={tmp_path / 'plot.png'}")
   code, _, err = _run("plot", "", monkeypatch, capsys, *words)

@@ -320,6 +320,12 @@ def test_the_plan_of_a_tree_stays_inside_its_block(seed):
     ({"tree": (2, 0)}, r"got \[2, 0\]"),
     ({"tree": ()}, "a node below its root"),
     ({"tree": trees.chain(0)}, "a node below its root"),
+    ({"tree": (2, 1), "num_draft": -3}, "no use where a tree is given, got -3"),
+    ({"parents": (-1, 0), "num_draft": 2}, "no use where a tree is given"),
+    (
+      {"siblings": "top_k", "draft_temperature": 0.5},
+      "draft_temperature has no use with siblings='top_k'",
+    ),
   ],
 )
 def test_options_out_of_range_are_refused(options, words):

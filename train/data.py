@@ -317,23 +317,27 @@ class Batches:
 def hold_out(
   examples: Sequence[Example], count: int
 ) -> tuple[list[Example], list[Example]]:
-  """Splits off `count` examples, evenly spread, for the real decoder.
+  """Splits off `count` prompts, evenly spread, for the real decoder.
 
   Returns:
-    Examples to learn from, and those held out.
+    Examples to learn from, none with a prompt that is held out, and one example
+    of each prompt held out.
 
   Raises:
     DataError: if nothing would be left to learn from.
   """
-  if not 0 <= count < len(examples):
+  first: dict[tuple[int, ...], Example] = {}
+  for example in examples:
+    first.setdefault(tuple(example.prompt), example)
+  prompts = list(first)
+  if not 0 <= count < len(prompts):
     raise DataError(
       f"{count} examples are to be held out (eval.prompts), the data has "
-      f"{len(examples)}"
+      f"{len(prompts)} prompts"
     )
-  if not count:
-    return list(examples), []
-  chosen = {i * len(examples) // count for i in range(count)}
+  chosen = [prompts[i * len(prompts) // count] for i in range(count)]
+  held = set(chosen)
   return (
-    [x for i, x in enumerate(examples) if i not in chosen],
-    [examples[i] for i in sorted(chosen)],
+    [x for x in examples if tuple(x.prompt) not in held],
+    [first[prompt] for prompt in chosen],
   )

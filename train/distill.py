@@ -52,6 +52,14 @@ def check(config: Any) -> None:
   if not 0 < loss.beta < 1:
     raise ValueError(f"loss.beta must be in (0, 1), got {loss.beta}")
   at_least("loss", loss, ("top_k",), 0)
+  usual = {"beta": 0.5} if loss.name != "jsd" else {}
+  if loss.name == _CROSS_ENTROPY:
+    usual |= {"temperature": 1.0, "top_k": 0}
+  for name, value in usual.items():
+    if loss[name] != value:
+      raise ValueError(
+        f"loss.{name} has no use with loss.name={loss.name!r}, got {loss[name]}"
+      )
   chunk_and_file(config)
 
 

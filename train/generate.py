@@ -6,7 +6,8 @@
 One JSON line an answer, with the ids as the target drew them: training on them
 tokenises nothing again. Every row of the batch is kept busy; a run that was
 killed goes on. The law is the target's whatever the drafter (configs/
-generate.py has the fields): it only changes the time.
+generate.py has the fields): it only changes the time. A verifier that is lossy
+is refused.
 """
 
 import contextlib
@@ -96,6 +97,11 @@ def main() -> int | None:
         refill_rows=config.engine.refill_rows,
         mesh=mesh,
         replicate_draft=config.replicate_draft,
+      )
+    if engine.programs.lossy:
+      raise UserError(
+        f"verifier {config.verifier.name!r} changes the law: these would not "
+        "be the target's own answers"
       )
     _answer(engine, work, out)
   print(f"{len(out.done)} of {len(work.jobs)} answers in {out.path}")

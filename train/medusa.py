@@ -164,7 +164,7 @@ def judge(
   scale = decay ** jnp.arange(1, K + 1)[None, None]
   return {
     "loss": (value * scale).sum(),
-    # How often the first guess is kept by a greedy target.
+    # How often the first guess is kept by a greedy target, on its own answers.
     "acceptance": right[..., 0].sum(),
     "tokens": x["weights"][..., 0].sum(),
     **{f"accuracy_{k + 1}": right[..., k].sum() for k in range(K)},

@@ -12,6 +12,7 @@ Reference: Zhou et al. 2024 (DistillSpec), section 4; Agarwal et al. 2024 (GKD).
 """
 
 from collections.abc import Callable, Sequence
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -25,7 +26,7 @@ from train.data import Batches, DataError, Example, pack
 from train.recipe import Recipe
 from train.records import example_of
 
-__all__ = ["OnPolicyBatches", "make_fixed", "mix"]
+__all__ = ["OnPolicyBatches", "drafted_rows", "make_fixed", "mix"]
 
 
 class OnPolicyBatches:
@@ -63,6 +64,8 @@ class OnPolicyBatches:
     self._prompts = [list(p) for p in prompts if 0 < len(p) < length]
     if not self._prompts:
       raise DataError(f"no prompt is shorter than a row of {length} tokens")
+    said = json.dumps([list(map(int, p)) for p in self._prompts])
+    self._digest = hashlib.sha256(said.encode()).hexdigest()
     self._fixed, self._sample = fixed, sample
     self._batch_size, self._length = batch_size, length
     self._refresh, self._each = refresh, min(prompts_each, len(self._prompts))
@@ -123,12 +126,41 @@ class OnPolicyBatches:
 
   def position(self) -> dict[str, Any]:
     """Returns where the fixed data stands; the rest follows from the step."""
-    return {} if self._fixed is None else self._fixed.position()
+    fixed = {} if self._fixed is None else self._fixed.position()
+    return {**fixed, "prompts": self._digest}
 
   def restore(self, position: dict[str, Any]) -> None:
-    """Moves to a position that `position` gave."""
+    """Moves to a position that `position` gave.
+
+    Raises:
+      DataError: if it was with other prompts or data.
+    """
+    if position["prompts"] != self._digest:
+      raise DataError(
+        "the prompts have changed since this run began; give another --out"
+      )
     if self._fixed is not None:
       self._fixed.restore(position)
+
+
+def drafted_rows(config: Any, accumulate: int) -> int:
+  """Returns how many rows of a step the draft writes.
+
+  Raises:
+    ValueError: if a number is out of range, or the part is no number of rows.
+  """
+  own = config.on_policy
+  if not 0 <= own.part <= 1:
+    raise ValueError(f"on_policy.part must be in [0, 1], got {own.part}")
+  at_least("on_policy", own, ("refresh", "prompts"), 1)
+  whole = config.train.batch_size * accumulate
+  drafted = round(own.part * whole)
+  if abs(drafted - own.part * whole) > 1e-6:
+    raise ValueError(
+      f"on_policy.part must be a number of the {whole} rows of a step, as in "
+      f"{1 / whole:.4g} or {max(drafted, 1) / whole:.4g}, got {own.part}"
+    )
+  return drafted
 
 
 def make_fixed(
@@ -137,17 +169,11 @@ def make_fixed(
   """Returns batches of the data, and how many rows of each are the draft's.
 
   Raises:
-    ValueError: if a number is out of range.
+    ValueError: see `drafted_rows`.
   """
-  own = config.on_policy
-  if not 0 <= own.part <= 1:
-    raise ValueError(f"on_policy.part must be in [0, 1], got {own.part}")
-  at_least("on_policy", own, ("refresh", "prompts"), 1)
-  whole = config.train.batch_size * accumulate
-  drafted = round(own.part * whole)
-  if drafted == whole:
-    return None, drafted
-  return Batches(rows, whole - drafted, config.seed), drafted
+  drafted = drafted_rows(config, accumulate)
+  rest = config.train.batch_size * accumulate - drafted
+  return Batches(rows, rest, config.seed) if rest else None, drafted
 
 
 def mix(

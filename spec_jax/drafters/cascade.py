@@ -70,7 +70,7 @@ def build(
     draft: the draft model; `params["draft"]` are its parameters.
     slots: `S`; the draft stops proposing where its own `max_length` ends.
     inner: the drafter that proposes to the draft model, with options; it must
-      be certain of its tokens and ask no model.
+      be certain of its tokens, ask no model and have no nodes of its own read.
     num_draft: `K` of the chain.
     draft_temperature: the draft's own temperature where the row's is not 0;
       None = the row's. Its law stays exact either way.
@@ -91,6 +91,11 @@ def build(
     raise ValueError(
       f"option 'inner' must be a drafter that asks no draft model, got "
       f"{inner!r}"
+    )
+  if copies.reads:
+    raise ValueError(
+      f"option 'inner' must be a drafter that has no nodes read for its own "
+      f"use, got {inner!r}"
     )
   if copies.laws != (DETERMINISTIC,) or copies.num_nodes < 2:
     raise ValueError(
@@ -159,7 +164,7 @@ class _Cascade:
       ),
     )
     usable = draft.acceptable & (draft.depths <= room[:, None])
-    return dataclasses.replace(draft, acceptable=usable, read=None), carry
+    return dataclasses.replace(draft, acceptable=usable), carry
 
   def propose(self, params, noise, state, context: Context):
     B, K, V = context.length.shape[0], self.tree.depth, self.asks.vocab_size

@@ -16,6 +16,7 @@ from spec_jax.draft_model import check_temperature
 from spec_jax.drafters.best_first import grown
 from spec_jax.drafters.vanilla import SIBLINGS, StaticTree
 from spec_jax.eagle_model import EagleModel
+from spec_jax.options import check_unused
 
 TAKES_DRAFT = True
 TAKES_HEADS = "eagle"
@@ -55,8 +56,8 @@ def build(
       are drawn; None = the row's.
 
   Raises:
-    ValueError: if there is no EAGLE head, a number is out of range, or two
-      kinds of tree are asked for.
+    ValueError: if there is no EAGLE head, a number is out of range or has no
+      use beside the others, or two kinds of tree are asked for.
   """
   asks = EagleModel("eagle", target, draft, slots=slots)
   if sum((num_draft != 0, tree is not None, parents is not None)) > 1:
@@ -74,6 +75,9 @@ def build(
       "a tree that grows is certain: siblings and draft_temperature are for "
       "num_draft, tree or parents"
     )
+  if not grows:
+    given = {"num_nodes": num_nodes, "depth": depth, "width": width}
+    check_unused(build, given, "where num_draft, tree or parents is given")
   taps = asks.heads.config.taps
 
   def static(shape, usual: str) -> Drafter:

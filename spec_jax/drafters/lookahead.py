@@ -366,11 +366,13 @@ def build(
     back = context.length[:, None] + np.arange(-K, 0)[None]
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(back, 0), 1)
     recent = jnp.where(back >= 0, recent, -1)
-    return drafted, (state, shown, reads, recent)
+    return drafted, (state, shown, reads, recent, read)
 
   def update(params, carry, draft, verdict, output):
-    state, shown, reads, recent = carry
-    B = reads.shape[0]
+    state, shown, reads, recent, window = carry
+    B, J = verdict.tokens.shape
+    # Where another part's draft was read instead, nothing is said of a window.
+    moves = reads & (draft.read == window).all(1)
 
     def move():
       comb, known = state
@@ -378,18 +380,18 @@ def build(
       logits = take_nodes(output.logits, at)
       said = first_largest(logits.reshape(B * W, V)).reshape(B, W)
       new = collect(shown, said)
-      full = reads & (shown.filled == K)
+      full = moves & (shown.filled == K)
       valid = jnp.broadcast_to(full[:, None], (B, W))
       if prompt_as_reference:
         text = jnp.concatenate([recent, verdict.tokens], 1)
-        ends = np.arange(K + 1)[:, None] + np.arange(N)[None]
-        text = text[:, ends]  # [B, K + 1, N]; -1 before and after the text
+        ends = np.arange(J)[:, None] + np.arange(N)[None]
+        text = text[:, ends]  # [B, J, N]; -1 before and after the text
         real = (text >= 0).all(-1) & reads[:, None]
         new = jnp.concatenate([new, text], 1)
         valid = jnp.concatenate([valid, real], 1)
       after = advance(shown, said)
       stay = jax.tree.map(
-        lambda a, b: jnp.where(reads.reshape(-1, *(1,) * (a.ndim - 1)), a, b),
+        lambda a, b: jnp.where(moves.reshape(-1, *(1,) * (a.ndim - 1)), a, b),
         after,
         comb,
       )
@@ -404,4 +406,5 @@ def build(
     update=update,
     num_nodes=nodes,
     depth=K,
+    reads=True,
   )

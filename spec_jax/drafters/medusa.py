@@ -26,6 +26,7 @@ from spec_jax.base import DETERMINISTIC, Array, Context, Draft, Drafter, Model
 from spec_jax.drafting import root_token, static_tree
 from spec_jax.heads import check_heads
 from spec_jax.nodes import at_node
+from spec_jax.options import check_unused
 from spec_jax.sampling import largest, scores
 
 TAKES_DRAFT = True
@@ -83,14 +84,16 @@ def build(
     parents: any other tree, see `tree.from_parents`; not together with `tree`.
 
   Raises:
-    ValueError: if there are no Medusa heads, or the tree is deeper than there
-      are heads.
+    ValueError: if there are no Medusa heads, two trees are given, or the tree
+      is deeper than there are heads.
   """
   del slots
   heads = check_heads("medusa", draft, "medusa")
   config = heads.config
   if tree is not None and parents is not None:
     raise ValueError("give tree or parents, not both")
+  if tree is not None or parents is not None:
+    check_unused(build, {"num_nodes": num_nodes}, "where a tree is given")
   if num_nodes < 2:
     raise ValueError(f"num_nodes must be at least 2, got {num_nodes}")
   if tree is not None:

@@ -34,6 +34,7 @@ from spec_jax.draft_model import (
   repeat_rows,
 )
 from spec_jax.drafting import plan_tree, root_token, static_tree
+from spec_jax.options import check_unused
 from spec_jax.sampling import (
   draw,
   first_largest,
@@ -69,17 +70,18 @@ def build(
     target: the target; its vocabulary rules.
     draft: the draft model; `params["draft"]` are its parameters.
     slots: `S`; the draft stops proposing where its own `max_length` ends.
-    num_draft: `K` of a chain; ignored when `tree` is given.
+    num_draft: `K` of a chain; not together with `tree` or `parents`.
     tree: children per node at each depth, e.g. `(3, 2, 1)`, or a `Tree`.
     parents: any other tree, see `tree.from_parents`; not together with `tree`.
     siblings: how the children of a node are drawn: "iid",
       "without_replacement" or "top_k" (deterministic). Rows that sample
       greedily always take the draft's top tokens.
-    draft_temperature: the draft's own temperature where the row's is not 0;
-      None = the row's. Its law stays exact either way.
+    draft_temperature: the draft's own temperature where the row's is not 0, of
+      nodes that are drawn; None = the row's. Its law stays exact either way.
 
   Raises:
-    ValueError: if there is no draft model or a setting is out of range.
+    ValueError: if there is no draft model, or a setting is out of range or has
+      no use beside the others.
   """
   asks = DraftModel("vanilla", target, draft, slots=slots)
   if siblings not in SIBLINGS:
@@ -91,6 +93,8 @@ def build(
     if tree is not None:
       raise ValueError("give tree or parents, not both")
     tree = trees.from_parents(parents)
+  if tree is not None:
+    check_unused(build, {"num_draft": num_draft}, "where a tree is given")
   if tree is None:
     if num_draft < 1:
       raise ValueError(f"num_draft must be at least 1, got {num_draft}")
@@ -113,7 +117,16 @@ class StaticTree:
     siblings: int,
     temperature: float | None = None,
   ):
-    """Takes who is asked, the tree and how siblings are drawn."""
+    """Takes who is asked, the tree and how siblings are drawn.
+
+    Raises:
+      ValueError: for a temperature where nothing is drawn.
+    """
+    if siblings == DETERMINISTIC and temperature is not None:
+      raise ValueError(
+        "draft_temperature has no use with siblings='top_k', which draws "
+        f"nothing, got {temperature}"
+      )
     self.asks = asks
     self.tree = tree
     self.plan = plan_tree(tree, asks.lead)
