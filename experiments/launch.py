@@ -33,6 +33,7 @@ _DEVICE_FILES = (
 )
 # Of what cannot be written, wherever it strikes.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_TOO_LARGE = "not enough memory: fewer rows or slots take less"
 # With the other order XLA's CPU devices may wait for each other for ever where
 # a program has independent collectives.
 _ORDERED = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -102,6 +103,12 @@ def run(
         raise
       where = f" {error.filename}" if error.filename else ""
       fail(f"cannot write{where}: {error.strerror}")
+    except MemoryError as error:
+      fail(f"{_TOO_LARGE}: {error}")
+    except RuntimeError as error:  # JAX's own is one
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      fail(f"{_TOO_LARGE}: {str(error).splitlines()[0]}")
     except KeyboardInterrupt:
       print("\nstopped", file=sys.stderr)
       return 130

@@ -34,6 +34,8 @@ from spec_jax.tree import MAX_NODES
 _WIDTHS = (1, 8)
 # Prompt tokens read in one pass.
 _CHUNK_CPU, _CHUNK = 64, 512
+# More is a slip of the pen, and would take all memory.
+_MOST_ROWS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,10 @@ class EngineConfig:
     policy_options: its options, as sorted pairs.
     batch_size: rows.
     slots: tokens a row may hold; see `slots_for`.
-    chunk: prompt tokens read in one pass; 0 = 64 on CPU, 512 elsewhere.
-    refill_rows: prompts read together; 0 = 1 on CPU, half the batch
-      elsewhere.
+    chunk: prompt tokens read in one pass; 0 = 64 on CPU, 512 elsewhere, but no
+      more than `slots`.
+    refill_rows: prompts read together, at most `batch_size`; 0 = 1 on CPU, half
+      the batch elsewhere.
     logprobs: None, "raw" or "warped".
     use: sampling settings in use.
     num_stop_ids: stop ids a row may have.
@@ -90,6 +93,15 @@ class EngineConfig:
         value = getattr(self, name)
         if value < low:
           raise ValueError(f"{name} must be at least {low}, got {value}")
+    if self.batch_size > _MOST_ROWS:
+      raise ValueError(
+        f"batch_size must be at most {_MOST_ROWS}, got {self.batch_size}"
+      )
+    if self.chunk > self.slots:
+      raise ValueError(
+        f"chunk must be at most the {self.slots} slots of a row, got "
+        f"{self.chunk}"
+      )
     cpu = jax.default_backend() == "cpu"
     refill = self.refill_rows or (1 if cpu else max(1, self.batch_size // 2))
     plain = self.drafter == "none"  # there is no draft to decide about
@@ -108,7 +120,7 @@ class EngineConfig:
       verifier_options=() if plain else self.verifier_options,
       policy="fixed" if plain else self.policy,
       policy_options=() if plain else self.policy_options,
-      chunk=self.chunk or (_CHUNK_CPU if cpu else _CHUNK),
+      chunk=self.chunk or min(_CHUNK_CPU if cpu else _CHUNK, self.slots),
       refill_rows=min(refill, self.batch_size),
     )
 

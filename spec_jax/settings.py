@@ -58,8 +58,14 @@ class Settings:
   def __post_init__(self):
     bias = self.logit_bias
     pairs = bias.items() if isinstance(bias, dict) else bias
+    try:
+      added = tuple((_id(i), float(b)) for i, b in pairs)
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"logit_bias holds pairs of a token id and a number, got {bias!r}"
+      ) from error
     fixed = {
-      "logit_bias": tuple((_id(i), float(b)) for i, b in pairs),
+      "logit_bias": added,
       "banned_tokens": tuple(map(_id, self.banned_tokens)),
       "stop_strings": (self.stop_strings,)
       if isinstance(self.stop_strings, str)
@@ -85,7 +91,9 @@ class Settings:
     }
     for name, (low, high) in ranges.items():
       value = getattr(self, name)
-      if not (_finite(value) and low <= value <= high):
+      if not _finite(value):
+        raise ValueError(f"{name} must be a float32, got {value}")
+      if not low <= value <= high:
         raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
     if not 0 < np.float32(self.top_p) <= 1:
       raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
@@ -103,6 +111,10 @@ class Settings:
         raise ValueError(f"{name} must be an integer >= {low}, got {value}")
       if value >= 2**31:
         raise ValueError(f"{name} must be below 2**31, got {value}")
+    if self.num_samples > _MOST_SAMPLES:
+      raise ValueError(
+        f"num_samples must be at most {_MOST_SAMPLES}, got {self.num_samples}"
+      )
     if self.min_new_tokens > self.max_new_tokens:
       raise ValueError(
         f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
@@ -116,6 +128,8 @@ class Settings:
       ("stop_ids", self.stop_ids or ()),
     ):
       wrong = [i for i in ids if not 0 <= i < vocab_size]
+      if wrong and wrong[0] < 0:
+        raise ValueError(f"{name} holds id {wrong[0]}, which no vocabulary has")
       if wrong:
         raise ValueError(
           f"{name} holds id {wrong[0]}, the vocabulary has {vocab_size} ids"
@@ -137,6 +151,8 @@ class Settings:
         raise ValueError(f"a stop string is text, not empty; got {string!r}")
 
 
+# Of a prompt: each is a job that is planned beforehand.
+_MOST_SAMPLES = 1_000_000
 # Smaller float32 numbers count as 0 on most devices.
 _TINY = np.finfo(np.float32).tiny
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import eagle, heads as heads_lib, kernels, medusa, trained
 from spec_jax.architecture import check_layers, shallow_config
@@ -49,6 +50,9 @@ class TrainedDraft(NamedTuple):
     Packed matrices of a file in bfloat16 stay so, half the bytes to read; the
     target's columns for its words are then rounded too. It is a draft: the law
     of what is emitted does not change.
+
+    Raises:
+      LoadError: if its words are none of the target's.
     """
     target = loaded.params
     matrices = [t for t in self.card.tensors.values() if len(t.shape) > 1]
@@ -62,6 +66,8 @@ class TrainedDraft(NamedTuple):
         for name, tensor in self.card.tensors.items()
       }
     )
+    if "ids" in own:
+      _check_ids(np.asarray(own["ids"]), loaded.model.config.vocab_size)
     if isinstance(self.model, Heads):
       return build_heads(self.model, own, loaded, rounded=rounded)
     stacked = isinstance(target["layers"], dict)
@@ -74,6 +80,19 @@ class TrainedDraft(NamedTuple):
     own = _held_as(target, own, rounded)
     model = build_short(self.model.config, dtype, stacked)
     return model, {**target, **own}
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
+  """Checks which of the target's tokens a draft's words are.
+
+  Raises:
+    LoadError: if they do not rise within its vocabulary.
+  """
+  inside = (ids >= 0).all() and (ids < vocab_size).all()
+  if not inside or (np.diff(ids) <= 0).any():
+    raise LoadError(
+      f"ids of the draft's words must rise within [0, {vocab_size}), and do not"
+    )
 
 
 class BuiltDraft(NamedTuple):

@@ -257,6 +257,8 @@ def test_a_full_context_has_room_for_one_more():
     ("slots", 0, "slots must be at least 1, got 0"),
     ("chunk", -1, "chunk must be at least 0, got -1"),
     ("refill_rows", -1, "refill_rows must be at least 0, got -1"),
+    ("batch_size", 10**9, "batch_size must be at most 65536"),
+    ("chunk", 1025, "chunk must be at most the 1024 slots of a row, got 1025"),
     ("drafter", "magic", "unknown drafter 'magic'"),
     ("options", (("k", 1),), "has no option 'k'"),
   ],

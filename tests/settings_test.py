@@ -169,7 +169,9 @@ def test_settings_that_end_a_text_end_it_there():
     ({"stop_strings": ("a", "")}, "a stop string is text, not empty"),
     ({"stop_strings": (5,)}, "a stop string is text, not empty; got 5"),
     ({"temperature": 1e31}, "temperature must be in"),
-    ({"frequency_penalty": 1e39}, "frequency_penalty must be in"),
+    ({"frequency_penalty": 1e39}, "frequency_penalty must be a float32"),
+    ({"num_samples": 10**7}, "num_samples must be at most 1000000"),
+    ({"stop_ids": (-1,)}, "stop_ids holds id -1, which no vocabulary has"),
     ({"logit_bias": {1: 1e39}}, "logit_bias must be a float32"),
     ({"repetition_penalty": 1e-46}, "repetition_penalty must be above 0"),
     ({"top_k": 2**31}, "top_k must be below 2"),
@@ -186,6 +188,12 @@ def test_a_value_out_of_range_is_refused(change, words):
   """S3: naming the setting, the value and the range."""
   with pytest.raises(ValueError, match=words):
     Settings(**change).check(9)
+
+
+@pytest.mark.parametrize("bias", [(3, 1), "((3,nan),)", ((3, "x"),)])
+def test_a_bias_that_is_no_pairs_is_refused(bias):
+  with pytest.raises(ValueError, match="pairs of a token id and a number, got"):
+    Settings(logit_bias=bias)
 
 
 def test_every_field_can_be_refused():

@@ -228,6 +228,10 @@ _BAD = {
     [{"messages": [{"role": "judge", "content": "x"}]}],
     "line 1: a turn needs a role .* got 'judge' and str",
   ),
+  "roles": (
+    [{"messages": [{"role": ["user"], "content": "x"}]}],
+    r"line 1: a turn needs a role .* got \['user'\] and str",
+  ),
   "turns": ([{"conversations": "x"}], "line 1: a conversation is a list"),
   "ids": ([{"prompt_ids": [1], "ids": [301]}], "line 1 holds id 301"),
   "words": ([{"prompt_ids": [1], "ids": "x"}], "line 1: ids is no list"),

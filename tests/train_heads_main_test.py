@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from train_main_test import _run, folder as folder
 
 import spec_jax
 from spec_jax import heads as heads_lib, kernels, pairing, shipped, trained
+from spec_jax.builtin import sha256_of
 
 # ml_collections reads configuration files the old way.
 pytestmark = pytest.mark.filterwarnings(
@@ -291,6 +293,24 @@ def test_heads_for_another_target_are_one_line(
   assert done.code == 2 and "was trained for another target" in done.err
 
 
+@pytest.mark.parametrize("wrong", [5000, -7])
+def test_words_that_are_none_of_the_targets_are_refused(
+  wrong, trained_folder, folder, tmp_path, monkeypatch, capsys
+):
+  """A file whose hash is right is no sound file yet."""
+  best = trained_folder("medusa_words", monkeypatch, capsys)
+  draft = tmp_path / "draft"
+  shutil.copytree(best, draft)
+  card = json.loads((draft / trained.CARD).read_text())
+  tensors = load_file(draft / card["weights"])
+  tensors["ids"][0] = wrong
+  save_file(tensors, draft / card["weights"])
+  card["weights_sha256"] = sha256_of(draft / card["weights"])
+  (draft / trained.CARD).write_text(json.dumps(card))
+  done = _decode(folder, "medusa", draft, monkeypatch, capsys)
+  assert done.code == 2 and "must rise within" in done.err
+
+
 @pytest.mark.parametrize(
   "name,words,message",
   [
@@ -307,6 +327,11 @@ def test_heads_for_another_target_are_one_line(
     ("eagle", "--config.eval.depth=0", "depth must be at least 1"),
     ("eagle", "--config.train.remat=True", "train.remat is for recipes"),
     ("eagle", "--config.draft.words=-1", "draft.words must be at least 0"),
+    (
+      "medusa",
+      "--config.eval.temperature=nan",
+      "temperature must be a float32",
+    ),
     ("medusa", "--config.draft.heads=65", "draft.heads must be at most 64"),
     ("medusa", "--config.eval.num_nodes=900", "eval.num_nodes must be in"),
     ("medusa", "--config.optimizer.learning_rate=nan", "learning_rate must be"),

@@ -294,6 +294,22 @@ def test_the_rate_counts_optimiser_steps():
   np.testing.assert_allclose(rates, [0.2, 0.6, 1, 0.55, 0.1], atol=1e-6)
 
 
+def test_a_rate_without_a_rise_begins_at_its_highest(caplog):
+  """Also of a single step; nobody is warned of it."""
+  _, schedule = loop.Optimizer(1.0, warmup=0, final=0.1).build(8)
+  rates = [float(schedule(i)) for i in (0, 4, 8)]
+  np.testing.assert_allclose(rates, [1, 0.55, 0.1], atol=1e-6)
+  _, schedule = loop.Optimizer(1.0, warmup=4).build(1)
+  assert float(schedule(0)) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize("name", ["b1", "b2"])
+@pytest.mark.parametrize("value", [0.0, 1.0, 1.5, float("nan")])
+def test_a_decay_that_is_none_is_refused(name, value):
+  with pytest.raises(ValueError, match=f"optimizer.{name} must be in .0, 1.,"):
+    loop.Optimizer(**{name: value}).build(8)
+
+
 def test_tensorboard_is_told_if_it_is_installed(tmp_path, monkeypatch):
   """A stand-in for `tensorboardX` that writes what it is told."""
   (tmp_path / "tensorboardX.py").write_text(

@@ -281,6 +281,9 @@ _WRONG = {
   "name": (("--config.draft.layers=x",), "draft.layers must be a number"),
   "steps": (("--config.train.steps=0",), "steps must be at least 1"),
   "length": (("--config.data.length=9999",), r"data.length must be in \[2,"),
+  "draft": (("--config.eval.num_draft=0",), "num_draft must be at least 1"),
+  "deep": (("--config.eval.num_draft=2000",), "at most 1024 nodes, got 2001"),
+  "law": (("--config.eval.temperature=nan",), "temperature must be a float32"),
   "held": (("--config.eval.prompts=99",), "99 examples are to be held out"),
   "mesh": (("--config.mesh=8x1",), "train.batch_size 2 is not a multiple"),
   "field": (("--config.data.colour=1",), "unknown field|colour"),
@@ -295,6 +298,8 @@ def test_what_a_user_can_mend_is_one_line(case, train, tmp_path):
   assert code == 2
   (line,) = [x for x in err.splitlines() if x.startswith("error: ")]
   assert re.search(expected, line), line
+  # Nothing is begun: the mended command may have the same folder.
+  assert not list(tmp_path.glob("run/*"))
 
 
 def test_a_folder_of_another_run_is_left_alone(train, run_folder, tmp_path):

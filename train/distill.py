@@ -237,9 +237,11 @@ def build(
 
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
 
+  options_of_draft = {"num_draft": config.eval.num_draft}
+  asked.check("vanilla", decoding, options_of_draft)
+
   def measure(params) -> dict[str, float]:
-    options = {"num_draft": config.eval.num_draft}
-    return asked.rates("vanilla", as_loaded(params), options)
+    return asked.rates("vanilla", as_loaded(params), options_of_draft)
 
   def sample(params, prompts, seed) -> list[list[int]]:
     length = config.data.length

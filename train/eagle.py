@@ -319,11 +319,12 @@ def build(
   with_words = words_of(heads, ids, loaded)
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
 
+  sizes = ("num_nodes", "depth", "width")
+  options = {name: config.eval[name] for name in sizes}
+  asked.check("eagle", heads, options)
+
   def measure(params) -> dict[str, float]:
     draft = heads_lib.draft_of(heads, params, with_words, saved)
-    options = {
-      name: config.eval[name] for name in ("num_nodes", "depth", "width")
-    }
     return asked.rates("eagle", draft, options)
 
   def save(params, folder: Path, info: dict[str, Any]) -> None:

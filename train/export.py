@@ -3,6 +3,8 @@
 python -m train.export --draft=runs/eagle/best --out=eagle-head
 """
 
+from pathlib import Path
+
 from absl import flags
 
 from experiments import launch
@@ -21,6 +23,8 @@ def main() -> int:
   """Runs the command."""
   if not _DRAFT.value or not _OUT.value:
     raise UserError("--draft and --out are needed")
+  if not Path(_DRAFT.value).expanduser().is_dir():
+    raise UserError(f"--draft={_DRAFT.value} is no folder")
   with launch.user_errors():
     loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
     heads, params = pairing.resolve_draft(loaded, _DRAFT.value)

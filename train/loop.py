@@ -93,19 +93,22 @@ class Optimizer:
       ValueError: for a number out of range.
     """
     mine = dataclasses.asdict(self)
-    above("optimizer", mine, ("learning_rate", "b1", "b2"), 0)
+    above("optimizer", mine, ("learning_rate",), 0)
+    for name in ("b1", "b2"):
+      if not 0 < mine[name] < 1:
+        raise ValueError(
+          f"optimizer.{name} must be in (0, 1), got {mine[name]}"
+        )
     names = ("warmup", "clip", "weight_decay", "final")
     at_least("optimizer", mine, names, 0)
     if steps < 1:
       raise ValueError(f"steps must be at least 1, got {steps}")
-    schedule = optax.warmup_cosine_decay_schedule(
+    rise, top = min(self.warmup, steps - 1), self.learning_rate
+    schedule = optax.cosine_decay_schedule(top, steps - rise, alpha=self.final)
+    if rise:
       # Above 0, or the first step would do nothing.
-      init_value=self.learning_rate / (self.warmup + 1),
-      peak_value=self.learning_rate,
-      warmup_steps=min(self.warmup, steps - 1),
-      decay_steps=steps,
-      end_value=self.learning_rate * self.final,
-    )
+      up = optax.linear_schedule(top / (self.warmup + 1), top, rise)
+      schedule = optax.join_schedules([up, schedule], [rise])
     adam = optax.adamw(
       schedule,
       b1=self.b1,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spec_jax import drafters
 from spec_jax.base import PyTree
 from spec_jax.generate import Generation, generate
 from spec_jax.hub import Loaded
@@ -37,15 +38,35 @@ class HeldOut(NamedTuple):
   seed: int
   mesh: Any
 
+  def check(self, drafter: str, draft: Any, options: Mapping[str, Any]) -> None:
+    """Checks that a draft could be measured so; decodes nothing.
+
+    Args:
+      drafter: its name.
+      draft: a model or heads.
+      options: of the drafter.
+
+    Raises:
+      ValueError: naming what is out of range.
+    """
+    self._settings().check(self.loaded.model.config.vocab_size)
+    model = self.loaded.model
+    slots = model.config.max_length
+    drafters.build(drafter, model, draft, slots=slots, **options)
+
+  def _settings(self) -> Settings:
+    return Settings(
+      temperature=self.eval.temperature,
+      max_new_tokens=self.eval.max_new_tokens,
+      stop_ids=self.loaded.stop_ids,
+    )
+
   def decode(self, **how) -> Generation:
     """Decodes all prompts; `how` is given to `generate`."""
     return generate(
       self.loaded,
       self.prompts,
-      settings=Settings(
-        temperature=self.eval.temperature,
-        max_new_tokens=self.eval.max_new_tokens,
-      ),
+      settings=self._settings(),
       batch_size=rows_for(len(self.prompts), self.eval.batch_size, self.mesh),
       seed=self.seed,
       mesh=self.mesh,

@@ -363,6 +363,7 @@ def build(
   heads, with_words = make_heads(config, loaded, learn)
 
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
+  asked.check("medusa", heads, {"num_nodes": config.eval.num_nodes})
   kept = Measured(asked, heads, with_words, jnp.dtype(config.dtype_saved))
 
   return Recipe(

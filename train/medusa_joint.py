@@ -167,6 +167,7 @@ def build(
   saved = jnp.dtype(config.dtype_saved)
   tuned = [n for n in frozen if n not in trained_draft.SHARED]
   asked = HeldOut(loaded, held_out, config.eval, config.seed, mesh)
+  asked.check("medusa", heads, {"num_nodes": config.eval.num_nodes})
   kept = medusa_1.Measured(asked, heads, with_words, saved)
   ids = with_words.get("ids")
 

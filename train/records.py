@@ -239,7 +239,8 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
       raise DataError(f"{where}: a conversation is a list of turns")
     role, said = turn.get("role", turn.get("from")), turn.get("content")
     said = turn.get("value") if said is None else said
-    if role not in _ROLES or not isinstance(said, str):
+    known = isinstance(role, str) and role in _ROLES
+    if not known or not isinstance(said, str):
       raise DataError(
         f"{where}: a turn needs a role ({', '.join(sorted(_ROLES))}) and a "
         f"text, got {role!r} and {type(said).__name__}"

@@ -34,7 +34,7 @@ def choose_words(
   """Chooses a draft's words.
 
   Args:
-    draft: `config.draft`: `words`, how many (0, or as many as there are: all),
+    draft: `config.draft`: `words`, how many (0, or at least as many as there are: all),
       and `words_by`: "id" for the first, which a byte-pair encoding made first,
       "count" for the most frequent answer tokens.
     vocab_size: `V` of the target.
