@@ -37,7 +37,8 @@ def get_config() -> ConfigDict:
   config.draft = ConfigDict()
   # A number of the target's first layers, or layers like "0,1,28,29".
   config.draft.layers = "2"
-  # Words the draft knows, the target's first; 0, or at least as many as there are = all.
+  # Words the draft knows, the target's first; 0, or no fewer than there are =
+  # all.
   config.draft.words = 16384
 
   config.loss = ConfigDict()

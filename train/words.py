@@ -34,9 +34,9 @@ def choose_words(
   """Chooses a draft's words.
 
   Args:
-    draft: `config.draft`: `words`, how many (0, or at least as many as there are: all),
-      and `words_by`: "id" for the first, which a byte-pair encoding made first,
-      "count" for the most frequent answer tokens.
+    draft: `config.draft`: `words`, how many (0, or no fewer than there are:
+      all), and `words_by`: "id" for the first, which a byte-pair encoding made
+      first, "count" for the most frequent answer tokens.
     vocab_size: `V` of the target.
     learn: examples whose answer tokens are counted.
 
