@@ -37,6 +37,9 @@ def get_config() -> ConfigDict:
   config.draft = ConfigDict()
   # A number of the target's first layers, or layers like "0,1,28,29".
   config.draft.layers = "2"
+  # A trained draft of the same layers to go on from, its folder or
+  # "shipped:..."; "" = the target's own layers.
+  config.draft.start = ""
   # Words the draft knows, the target's first; 0, or no fewer than there are =
   # all.
   config.draft.words = 16384

@@ -11,9 +11,11 @@ steps. Reported on the target's answers to prompts held out: alpha at T = 1
 (mean of the sum of min(p, q)) and at T = 0 (how often both have the same
 likeliest token), and what the decoder emits a step, greedy.
 
-A grid that was stopped goes on. Published (Zhou et al. 2024, section 5): no
-loss is best everywhere, the draft's own text and the target's are about as
-good, and both better than the data's.
+`--start=shipped:smollm2-135m-instruct/distill` goes on from a draft that is
+trained already, as the paper does: one that knows nothing yet writes nothing
+worth learning from. A grid that was stopped goes on. Published (Zhou et al.
+2024, section 5): no loss is best everywhere, the draft's own text and the
+target's are about as good, and both better than the data's.
 """
 
 import json
@@ -48,6 +50,12 @@ _LOSSES = flags.DEFINE_list(
 _SOURCES = flags.DEFINE_list(
   "sources", ["truth", "answers", "own", "mix"], "Whose text to learn from."
 )
+_START = flags.DEFINE_string(
+  "start",
+  "",
+  "A trained draft of these layers to go on from, its folder or 'shipped:...'; "
+  "the target's own layers if not given.",
+)
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the draft.")
 _STEPS = flags.DEFINE_integer("steps", 150, "Steps of each run.")
 _LENGTH = flags.DEFINE_integer("length", 192, "Tokens of a row.")
@@ -55,6 +63,8 @@ _BATCH = flags.DEFINE_integer("batch_size", 4, "Rows of a step.")
 _HELD = flags.DEFINE_integer("held_out", 16, "Answers held out.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of everything.")
 
+# The cell of the draft that nothing was taught: no loss, no source.
+_UNTRAINED = "", ""
 # Part of a batch that the draft writes itself.
 SOURCES = {"truth": 0.0, "answers": 0.0, "own": 1.0, "mix": 0.5}
 
@@ -64,6 +74,7 @@ def config_of(name: str, source: str = "answers") -> Any:
   config = defaults.get_config().unlock()
   config.model = _MODEL.value
   config.draft.layers = str(_LAYERS.value)
+  config.draft.start = _START.value
   config.draft.words = 0  # the laws of all words are compared
   config.loss.name = name
   config.data.length = _LENGTH.value
@@ -117,11 +128,17 @@ def run_one(
   return evaluate(recipe, params, rows)
 
 
+def cell(line: dict[str, Any]) -> str:
+  """Returns alpha at T = 1, at T = 0, and tokens a step."""
+  rates = f"{line['alpha_1']:.3f}, {line['alpha_0']:.3f}"
+  return f"{rates}, {line['emitted_per_step']:.2f}"
+
+
 def table(lines: list[dict[str, Any]]) -> str:
   """Returns the grid as markdown: alpha at T = 1, at T = 0, tokens a step."""
-  names = list(dict.fromkeys(line["loss"] for line in lines))
-  sources = list(dict.fromkeys(line["source"] for line in lines))
   found = {(x["loss"], x["source"]): x for x in lines}
+  names = list(dict.fromkeys(loss for loss, _ in found if loss))
+  sources = list(dict.fromkeys(source for _, source in found if source))
   text = [
     f"| loss | {' | '.join(sources)} |",
     "|---|" + "---|" * len(sources),
@@ -130,12 +147,10 @@ def table(lines: list[dict[str, Any]]) -> str:
     cells = []
     for source in sources:
       x = found.get((name, source))
-      cells.append(
-        f"{x['alpha_1']:.3f}, {x['alpha_0']:.3f}, {x['emitted_per_step']:.2f}"
-        if x
-        else "-"
-      )
+      cells.append(cell(x) if x else "-")
     text.append(f"| {name} | {' | '.join(cells)} |")
+  if _UNTRAINED in found:
+    text += ["", f"Before the first step: {cell(found[_UNTRAINED])}"]
   return "\n".join(text)
 
 
@@ -171,6 +186,9 @@ def main() -> int:
         for x in data.read_examples((_TRUTH.value,), loaded, length=length)
         if tuple(x.prompt) not in known
       ]
+    # That it can be built, before a folder is claimed.
+    prompts = [x.prompt for x in held]
+    first = distill.build(config_of(_LOSSES.value[0]), loaded, None, prompts)
   rows = data.pack(held, length)
   identity = {
     "command": "experiments.distillspec",
@@ -190,30 +208,29 @@ def main() -> int:
     if path.exists():
       lines = [json.loads(x) for x in path.read_text().splitlines()]
     done = {(x["loss"], x["source"]) for x in lines}
+
+    def add(loss: str, source: str, steps: int, found: dict[str, float]):
+      line = {
+        "loss": loss,
+        "source": source,
+        "steps": steps,
+        **{k: float(np.round(v, 5)) for k, v in found.items()},
+        "environment": results.environment(),
+      }
+      lines.append(line)
+      with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+    if _UNTRAINED not in done:
+      add(*_UNTRAINED, 0, evaluate(first, first.init(None), rows))
     for loss in _LOSSES.value:
       for source in _SOURCES.value:
         if (loss, source) in done:
           continue
         print(f"{loss} on {source}", file=sys.stderr, flush=True)
-        found = run_one(
-          folder.path / f"{loss}-{source}",
-          loss,
-          source,
-          loaded,
-          learn,
-          held,
-          rows,
-        )
-        line = {
-          "loss": loss,
-          "source": source,
-          "steps": _STEPS.value,
-          **{k: float(np.round(v, 5)) for k, v in found.items()},
-          "environment": results.environment(),
-        }
-        lines.append(line)
-        with path.open("a", encoding="utf-8") as file:
-          file.write(json.dumps(line) + "\n")
+        run = folder.path / f"{loss}-{source}"
+        found = run_one(run, loss, source, loaded, learn, held, rows)
+        add(loss, source, _STEPS.value, found)
   finally:
     folder.close()
   print("alpha at T = 1, at T = 0, tokens a step (greedy)")

@@ -54,11 +54,12 @@ def test_the_grid_is_filled_and_goes_on(folder, tmp_path, monkeypatch, capsys):
   assert done.code == 0, done.err
   assert "tvd on own" in done.err and "tvd on mix" not in done.err
   lines = [json.loads(x) for x in (out / "grid.jsonl").read_text().splitlines()]
-  assert [x["source"] for x in lines] == ["truth", "mix", "own"]
+  assert [x["source"] for x in lines] == ["", "truth", "mix", "own"]
   for line in lines:
     assert 0 < line["alpha_1"] <= 1 and 0 <= line["alpha_0"] <= 1
     assert line["emitted_per_step"] >= 1
   assert "| tvd | 0." in done.out
+  assert "Before the first step: 0." in done.out
   wrote = {x.parent.name for x in out.glob("*/on_policy")}
   assert wrote == {"tvd-mix", "tvd-own"}
   # Another evaluation set is another grid.

@@ -310,6 +310,23 @@ def test_a_draft_answers_with_its_own_law(folder, tmp_path):
   assert logits[0, 49:63].argmax(-1).tolist() == found[1]
 
 
+def test_a_draft_may_go_on_from_a_trained_one(folder, tmp_path):
+  """Its own weights, not the target's; of the same layers, or not at all."""
+  loaded = spec_jax.load(folder, cpu_kernel="off")
+  config = _config()
+  plain = distill.build(config, loaded, None, [])
+  changed = jax.tree.map(lambda x: x + 0.5, plain.init(None))
+  plain.save(changed, tmp_path, {"target": trained.target_identity(loaded)})
+  again = distill.build(_config(draft__start=str(tmp_path)), loaded, None, [])
+  for a, b in zip(
+    jax.tree.leaves(changed), jax.tree.leaves(again.init(None)), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-2)  # saved in bfloat16
+  other = _config(draft__start=str(tmp_path), draft__layers="1-1")
+  with pytest.raises(ValueError, match=r"holds layers \[0\], not layers \[1\]"):
+    distill.build(other, loaded, None, [])
+
+
 def test_defaults_of_the_config_are_good():
   assert importlib.util.find_spec("configs.distill")
   distill.check(defaults.get_config())

@@ -17,7 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import architecture, pairing, sharding, trained, trained_draft
+from spec_jax import (
+  architecture,
+  pairing,
+  sharding,
+  shipped,
+  trained,
+  trained_draft,
+)
 from spec_jax.base import Model, PyTree
 from spec_jax.generate import generate
 from spec_jax.hub import Loaded
@@ -76,6 +83,28 @@ def layers_of(config: Any, target: Any) -> list[int]:
       f"or 0-3,28-29, got {parsed!r}"
     )
   return architecture.check_layers(target, parsed)
+
+
+def read_start(path: str, layers: Sequence[int], loaded: Loaded) -> PyTree:
+  """Returns the parameters of a trained draft to go on from.
+
+  Args:
+    path: its folder, or a name of one that ships.
+    layers: of the target that it must be made of.
+    loaded: the target.
+
+  Raises:
+    LoadError: if it is damaged or another target's.
+    ValueError: if it is no copy of these layers.
+  """
+  draft = trained_draft.inspect_trained(shipped.folder_of(path), loaded)
+  made_of = draft.card.info.get("layers")
+  if draft.card.kind != "layers" or list(made_of or ()) != list(layers):
+    what = f"layers {made_of}" if made_of else f"{draft.card.kind} heads"
+    raise ValueError(
+      f"draft.start: {path} holds {what}, not layers {list(layers)}"
+    )
+  return draft.build(loaded)[1]
 
 
 def make_loss(
@@ -184,13 +213,18 @@ def build(
     learn: the examples; not looked at.
 
   Raises:
-    ValueError: see `check`; or if the layers are out of range.
+    ValueError: see `check`; or if the layers are out of range, or the draft to
+      go on from is of others.
+    LoadError: if it cannot be read.
   """
   del learn
   check(config)
   shape, frozen = loaded.model.config, loaded.params
   layers = layers_of(config, shape)
-  _, start = pairing.choose_layers(shape, frozen, layers)
+  if config.draft.start:
+    start = read_start(config.draft.start, layers, loaded)
+  else:
+    _, start = pairing.choose_layers(shape, frozen, layers)
   words = config.draft.words
   if words >= shape.vocab_size:
     words = 0
