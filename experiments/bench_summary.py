@@ -31,6 +31,14 @@ _FLOORS = {"summarization": 1.15, "rag": 1.15, EDITING: 1.6}
 _ALWAYS = 0.95  # of plain decoding, and of the best fixed setting
 
 Line = Mapping[str, Any]
+# What a line of `experiments.spec_bench` must hold to be summed up.
+FIELDS = (
+  *(f"{who}{x}" for who in ("", "plain_") for x in ("tokens", "decode_s")),
+  *("prefill_s", "plain_prefill_s", "ratio", "interval", "total_ratio"),
+  *("tokens_per_s", "emitted", "steps", "emitted_per_step", "accept_cond"),
+  *("prompts", "text_must_agree", "identical", "different", "costs_s"),
+  *("policy", "arguments", "other_draft", "corpus"),
+)
 
 
 class Bar(NamedTuple):

@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import launch, results, timing
+from experiments import checks, launch, results, timing
 from experiments.torch_peer import TorchPeer
-import spec_jax
-from spec_jax import kernels
+from spec_jax import hub, kernels
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -173,15 +172,15 @@ def _passes(loaded, params, slots: int) -> Callable[[int], Callable]:
   )
 
 
-def measure_model(name: str, slots: int, repeats: int) -> list[dict[str, Any]]:
+def measure_model(
+  opened: hub.Inspected, name: str, slots: int, repeats: int
+) -> list[dict[str, Any]]:
   """Measures passes of a model over blocks of tokens.
 
   With an interpreter that has torch, the transformers library's passes take
   their turns too; their seconds are its own, without the pipe's.
   """
-  loaded = spec_jax.load(
-    name, dtype="float32", tokenizer=False, cpu_kernel="off"
-  )
+  loaded = opened.read()
   makers = {"xla float32": _passes(loaded, loaded.params, slots)}
   weight_bytes = {
     "xla float32": sum(x.nbytes for x in jax.tree.leaves(loaded.params))
@@ -249,9 +248,21 @@ def plot(lines: list[dict[str, Any]], path: str) -> None:
 
 def main() -> int:
   """Measures the parts asked for; returns the exit code."""
-  known = {"floor", "stream", "model"}
-  if unknown := set(_PARTS.value) - known:
-    raise launch.UserError(f"--parts={sorted(unknown)} is none of {known}")
+  known = "floor", "stream", "model"
+  wrong = [part for part in _PARTS.value if part not in known]
+  if wrong or not _PARTS.value:
+    raise launch.UserError(
+      f"--parts must be of {', '.join(known)}, got {', '.join(wrong) or 'none'}"
+    )
+  checks.at_least(1, _REPEATS, _ROWS)
+  checks.out_file(_OUT.value)
+  checks.picture(_PLOT.value)
+  if "model" in _PARTS.value:
+    opened = hub.inspect(
+      _MODEL.value, dtype="float32", tokenizer=False, cpu_kernel="off"
+    )
+    # Half of them are full.
+    checks.slots(opened.loaded, _SLOTS.value, 2)
   if (reason := kernels.why_not()) is not None:
     print(f"no kernel: {reason}")
   lines: list[dict[str, Any]] = []
@@ -261,7 +272,7 @@ def main() -> int:
     for K, N, count in _STREAMS:
       lines += measure_stream(K, N, count, _REPEATS.value)
   if "model" in _PARTS.value:
-    lines += measure_model(_MODEL.value, _SLOTS.value, _REPEATS.value)
+    lines += measure_model(opened, _MODEL.value, _SLOTS.value, _REPEATS.value)
   if _OUT.value:
     found = {"environment": results.environment(), "lines": lines}
     Path(_OUT.value).write_text(json.dumps(found, indent=1) + "\n")

@@ -158,15 +158,12 @@ def main() -> int:
   """Runs the grid."""
   if not _OUT.value or not _ANSWERS.value:
     raise UserError("--out and --answers are needed")
-  for name in _LOSSES.value:
-    if name not in losses.LOSSES:
+  for flag, allowed in ((_LOSSES, losses.LOSSES), (_SOURCES, SOURCES)):
+    wrong = [repr(name) for name in flag.value if name not in allowed]
+    if wrong or not flag.value:
       raise UserError(
-        f"--losses must be of {', '.join(losses.LOSSES)}, got {name!r}"
-      )
-  for name in _SOURCES.value:
-    if name not in SOURCES:
-      raise UserError(
-        f"--sources must be of {', '.join(SOURCES)}, got {name!r}"
+        f"--{flag.name} must be of {', '.join(allowed)}, got "
+        f"{wrong[0] if wrong else 'none'}"
       )
   if "truth" in _SOURCES.value and not _TRUTH.value:
     raise UserError("the source 'truth' needs --truth")

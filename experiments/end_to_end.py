@@ -17,11 +17,16 @@ from typing import Any
 
 from absl import flags
 
-from experiments import launch, prompts as prompt_files, results, timing
-import spec_jax
-from spec_jax import Settings, metrics
+from experiments import (
+  checks,
+  launch,
+  prompts as prompt_files,
+  results,
+  timing,
+)
+from spec_jax import Settings, drafters, hub, length, metrics, shipped
 from spec_jax.generate import make_engine, run
-from spec_jax.work import plan
+from spec_jax.work import Work, plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -33,22 +38,34 @@ _ROWS = flags.DEFINE_multi_integer("rows", [1, 8], "Batch sizes.")
 _SLOTS = 512
 
 
-def measure(loaded, prompts: list[str], rows: int) -> dict[str, Any]:
+def work_of(loaded, prompts: list[str]) -> Work:
+  """Returns the prompts as jobs, one each.
+
+  Raises:
+    UserError: if one does not fit.
+  """
+  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
+  with launch.user_errors():
+    work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
+  prompt_files.check_fits(loaded, work, _SLOTS)
+  return work
+
+
+def measure(loaded, work: Work, rows: int) -> dict[str, Any]:
   """Decodes the prompts plainly and speculatively, in turn.
 
   Returns:
     Per engine the tokens/s of each round, emitted per step and what the
     policy did; the ratio of the medians; how many texts are identical.
   """
-  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
-  work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
   common: dict[str, Any] = {"batch_size": rows, "slots": _SLOTS}
-  engines = {
-    "plain": make_engine(loaded, work, **common),
-    "speculative": make_engine(
-      loaded, work, drafter=_DRAFTER.value, policy=_POLICY.value, **common
-    ),
-  }
+  with launch.user_errors():
+    engines = {
+      "plain": make_engine(loaded, work, **common),
+      "speculative": make_engine(
+        loaded, work, drafter=_DRAFTER.value, policy=_POLICY.value, **common
+      ),
+    }
   texts: dict[str, dict[int, list[int]]] = {}
   found: dict[str, Any] = {}
 
@@ -80,13 +97,25 @@ def measure(loaded, prompts: list[str], rows: int) -> dict[str, Any]:
     "identical": sum(
       texts["plain"][n] == texts["speculative"][n] for n in texts["plain"]
     ),
-    "prompts": len(prompts),
+    "prompts": len(work.jobs),
   }
 
 
 def main() -> None:
   """Measures each kind at each batch size; writes after each."""
-  loaded = spec_jax.load(_MODEL.value)
+  checks.at_least(1, _ROWS, _ROUNDS, _TOKENS)
+  with launch.user_errors():
+    if _DRAFTER.value != shipped.AUTO:
+      drafters.options(_DRAFTER.value)
+    length.options(_POLICY.value)
+  checks.out_file(_OUT.value)
+  opened = hub.inspect(_MODEL.value)
+  checks.slots(opened.loaded, _SLOTS)
+  works = {
+    kind: work_of(opened.loaded, prompts)
+    for kind, prompts in prompt_files.bench_sets().items()
+  }
+  loaded = opened.read()
   record: dict[str, Any] = {
     "environment": results.environment(),
     "model": _MODEL.value,
@@ -95,9 +124,9 @@ def main() -> None:
     "slots": _SLOTS,
     "cases": [],
   }
-  for kind, prompts in prompt_files.bench_sets().items():
+  for kind, work in works.items():
     for rows in _ROWS.value:
-      case = {"kind": kind, "rows": rows, **measure(loaded, prompts, rows)}
+      case = {"kind": kind, "rows": rows, **measure(loaded, work, rows)}
       record["cases"].append(case)
       print(
         f"{kind}, {rows} rows: {case['ratio']:.2f} x plain, "

@@ -313,7 +313,14 @@ def main() -> int | None:
     "compare": _COMPARE.value,
     "trace": _TRACE.value,
   }
-  with contextlib.closing(results.ResultFile(_OUT.value, identity)) as out:
+  with contextlib.closing(
+    results.ResultFile(
+      _OUT.value,
+      identity,
+      keys=range(len(texts)),
+      fields=("samples", "text", "identical"),
+    )
+  ) as out:
     return _generate(config, settings, mesh, texts, out)
 
 

@@ -5,23 +5,26 @@
   python -m experiments.generate --config.drafter.name=suffix \
     --config.drafter.corpus=index.npz
 
-A text file is one document. Each line of a .jsonl file is one, in any of the
-fields that the prompts of `experiments.generate` may have; each message of a
-conversation is one too. An index is good for the model's tokenizer only.
+A text file is one document. Of each line of a .jsonl file, the field that the
+prompts of `experiments.generate` are read from is one (of turns the first,
+each message of a conversation), and so is an answer beside it, as `train.data`
+names them; which fields were read is said. An index is good for the model's
+tokenizer only.
 """
 
 from collections.abc import Iterator, Sequence
 import glob
 from pathlib import Path
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 from tqdm import tqdm
 
-from experiments import launch, prompts
+from experiments import checks, launch, prompts, show
 from experiments.launch import UserError
 from spec_jax import corpus, hub
+from train import records
 
 _MODEL = flags.DEFINE_string(
   "model", "smollm2-135m-instruct", "Model whose tokenizer reads the text."
@@ -36,6 +39,8 @@ _SUCCESSORS = flags.DEFINE_integer(
 )
 _OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace --out.")
 
+# Fields that are said not to have been read, at most.
+_NAMED = 8
 # Characters that go to the tokenizer at a time, cut at the ends of lines: it
 # holds a hundred times as much while it works.
 _PIECE = 1 << 20
@@ -62,22 +67,57 @@ def find_files(given: Sequence[str], patterns: Sequence[str]) -> list[str]:
   return list(dict.fromkeys(found))
 
 
-def read_documents(path: str) -> list[str]:
-  """Returns the documents of a file.
+class Documents(NamedTuple):
+  """What a file holds.
+
+  Attributes:
+    texts: one a document.
+    read: fields of JSON lines that were read, as the keys.
+    left: fields that were not, of some line or of all.
+  """
+
+  texts: list[str]
+  read: dict[str, None]
+  left: dict[str, None]
+
+
+def _read_lines(path: str) -> Documents:
+  found = Documents([], {}, {})
+  for where, line in prompts.lines_of(path):
+    record = prompts.record_of(where, line)
+    field, prompt = prompts.prompt_of(where, record)
+    if isinstance(prompt, str):
+      texts = [prompt]
+    else:
+      texts = [message["content"] for message in prompt]
+    own = {field: None} if field else {}
+    if isinstance(record, dict):
+      for name in records.ANSWERS:
+        answer = record.get(name)
+        if isinstance(answer, str) and answer:
+          texts.append(answer)
+          own[name] = None
+          break
+      found.left.update((name, None) for name in record if name not in own)
+    if not any(text.strip() for text in texts):
+      raise UserError(f"{where} is empty")
+    found.texts.extend(texts)
+    found.read.update(own)
+  if not found.texts:
+    raise UserError(f"{path} holds no document")
+  return found
+
+
+def read_documents(path: str) -> Documents:
+  """Reads a file.
 
   Raises:
     UserError: if it cannot be read.
   """
-  if path.endswith((".jsonl", ".json")):
-    found = []
-    for document in prompts.read((), path):
-      if isinstance(document, str):
-        found.append(document)
-      else:
-        found += [message["content"] for message in document]
-    return found
+  if path.endswith(prompts.JSON):
+    return _read_lines(path)
   try:
-    return [Path(path).read_text(encoding="utf-8-sig")]
+    return Documents([Path(path).read_text(encoding="utf-8-sig")], {}, {})
   except OSError as error:
     raise UserError(f"cannot read {path}: {error.strerror}") from error
   except UnicodeDecodeError as error:
@@ -110,11 +150,7 @@ def _check_out(path: str) -> None:
   """
   if not path:
     raise UserError("say where to write the index: --out=index.npz")
-  folder = Path(path).parent
-  if not folder.is_dir():
-    raise UserError(f"{folder} is no folder")
-  if Path(path).is_dir():
-    raise UserError(f"{path} is a folder")
+  checks.out_file(path)
   if Path(path).exists() and not _OVERWRITE.value:
     raise UserError(f"{path} is there already; --overwrite replaces it")
 
@@ -123,16 +159,23 @@ def main(files: Sequence[str]) -> int:
   """Reads, tokenizes, sorts and writes; returns the exit code."""
   start = time.perf_counter()
   _check_out(_OUT.value)
-  for flag in (_MATCH, _SUCCESSORS):
-    if flag.value < 1:
-      raise UserError(f"{flag.name} must be at least 1, got {flag.value}")
+  checks.at_least(1, _MATCH, _SUCCESSORS)
   paths = find_files(files, _TEXT.value)
   with launch.user_errors():
     loaded = hub.inspect(_MODEL.value).loaded
   documents = []
+  read: dict[str, None] = {}
+  left: dict[str, None] = {}
   for path in tqdm(paths, desc="tokens", unit="file", disable=None):
-    for text in read_documents(path):
+    found = read_documents(path)
+    for text in found.texts:
       documents.append(_encode(loaded.tokenizer, text))
+    read |= found.read
+    left |= found.left
+  if read:
+    names = [name + " (the first)" * (name == "turns") for name in read]
+    rest = ", ".join(list(left)[:_NAMED]) or "none"
+    show.note(f"fields of JSON lines: {', '.join(names)}; not read: {rest}")
   with tqdm(total=4, unit="part", disable=None) as bar:
 
     def stage(name: str) -> None:

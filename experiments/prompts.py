@@ -20,6 +20,8 @@ DEFAULT = (
   "and scale.",
 )
 
+# Names of files that hold a record a line.
+JSON = (".jsonl", ".json")
 # Fields of a JSON line that may hold the prompt, first found first.
 _FIELDS = ("messages", "prompt", "turns", "text", "question", "instruction")
 
@@ -68,7 +70,12 @@ def read(given: Sequence[str], path: str) -> list[Any]:
   return found
 
 
-def _read_file(path: str) -> list[Any]:
+def lines_of(path: str) -> list[tuple[str, str]]:
+  """Returns (where it stands, for errors; text) of lines that are not blank.
+
+  Raises:
+    UserError: if the file cannot be read.
+  """
   try:
     text = Path(path).read_text(encoding="utf-8-sig")
   except OSError as error:
@@ -77,20 +84,40 @@ def _read_file(path: str) -> list[Any]:
     raise UserError(f"{path} is not UTF-8: {error}") from error
   # Not `splitlines`: a line of JSON may hold U+2028 or U+0085 as it is.
   numbered = enumerate(text.split("\n"), 1)
-  lines = [(n, x.rstrip("\r")) for n, x in numbered if x.strip()]
-  if not path.endswith((".jsonl", ".json")):
+  return [
+    (f"{path} line {n}", x.rstrip("\r")) for n, x in numbered if x.strip()
+  ]
+
+
+def _read_file(path: str) -> list[Any]:
+  lines = lines_of(path)
+  if not path.endswith(JSON):
     return [line for _, line in lines]
-  return [_prompt_of(path, n, line) for n, line in lines]
+  return [prompt_of(where, record_of(where, x))[1] for where, x in lines]
 
 
-def _prompt_of(path: str, number: int, line: str) -> Any:
-  where = f"{path} line {number}"
+def record_of(where: str, line: str) -> Any:
+  """Returns what a line of JSON holds.
+
+  Raises:
+    UserError: naming the line, if it is no JSON.
+  """
   try:
-    record = json.loads(line)
-  except (ValueError, RecursionError) as error:
+    return json.loads(line)
+  except ValueError as error:
     raise UserError(f"{where} is not JSON: {error}") from error
+  except RecursionError as error:
+    raise UserError(f"{where} is not JSON: it is nested too deep") from error
+
+
+def prompt_of(where: str, record: Any) -> tuple[str, Any]:
+  """Returns a record's field that is the prompt, "" for a text, and its value.
+
+  Raises:
+    UserError: naming the line, if there is none.
+  """
   if isinstance(record, str):
-    return record
+    return "", record
   if isinstance(record, dict):
     for field in _FIELDS:
       value = record.get(field)
@@ -99,9 +126,9 @@ def _prompt_of(path: str, number: int, line: str) -> Any:
       if field == "turns" and isinstance(value, list):
         value = value[0]
       if field == "messages":
-        return _messages(where, value)
+        return field, _messages(where, value)
       if isinstance(value, str):
-        return value
+        return field, value
   raise UserError(f"{where} has no text in any of {', '.join(_FIELDS)}")
 
 

@@ -1,6 +1,6 @@
 """Result files: JSON lines that survive a kill, beside a manifest."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 import datetime
 import hashlib
 import json
@@ -102,7 +102,10 @@ def digest(value: Any) -> str:
 
 
 def _prompt_of(record: Mapping[str, Any]) -> Hashable:
-  return int(record["prompt"])
+  number = record["prompt"]
+  if type(number) is not int:
+    raise TypeError(f"a prompt's number is no integer: {number!r}")
+  return number
 
 
 class ResultFile:
@@ -121,6 +124,9 @@ class ResultFile:
     path: str,
     identity: Mapping[str, Any],
     key: Callable[[Mapping[str, Any]], Any] = _prompt_of,
+    *,
+    keys: Container[Any] | None = None,
+    fields: Sequence[str] = (),
   ):
     """Opens or creates the file.
 
@@ -129,16 +135,22 @@ class ResultFile:
       identity: what must be equal for a run to be resumed (configuration and
         prompts).
       key: what tells lines apart, where it is not the prompt's number.
+      keys: those that a line may have; None = any.
+      fields: names that a line must hold.
 
     Raises:
-      UserError: if it cannot be written or holds another run.
+      UserError: if it or its manifest cannot be written, or it holds another
+        run or a line that is no result.
     """
     self.path = Path(path)
     self.manifest_path = self.path.with_name(
       self.path.name.removesuffix(".jsonl") + ".manifest.json"
     )
+    self._temporary = self.manifest_path.with_name(
+      self.manifest_path.name + ".tmp"
+    )
     self._identity = digest(identity)
-    self._key = key
+    self._key, self._keys, self._fields = key, keys, tuple(fields)
     self.done: dict[Any, dict[str, Any]] = {}
     self.manifest: dict[str, Any] = {}
     self._file: Any = None
@@ -158,8 +170,9 @@ class ResultFile:
     if not os.access(folder, os.W_OK):  # the manifest will lie there too
       raise UserError(f"cannot write {self.path}: {folder} is read-only")
     self._made = not self.path.exists()
-    if self.path.is_dir():
-      raise UserError(f"cannot write {self.path}: it is a folder")
+    for path in (self.path, self.manifest_path, self._temporary):
+      if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
     self._file = open(self.path, "a", encoding="utf-8")
     lock_file(self._file, self.path)
     if not self._made and self.path.stat().st_size:
@@ -171,17 +184,26 @@ class ResultFile:
             break
           try:
             record = json.loads(line)
-            name = self._key(record)
+            name = self._name(record)
             if name in self.done:
               raise ValueError(f"{name} twice")
             self.done[name] = record
-          except (ValueError, TypeError, KeyError) as error:
+          except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(
               f"{self.path} holds a line that is no result; give another --out"
             ) from error
           whole += len(line)
       with open(self.path, "r+b") as file:
         file.truncate(whole)
+
+  def _name(self, record: Mapping[str, Any]) -> Any:
+    """Returns what tells a line apart, or raises if it is no result."""
+    name = self._key(record)
+    if self._keys is not None and name not in self._keys:
+      raise ValueError(f"{name} is none of this run")
+    if missing := [field for field in self._fields if field not in record]:
+      raise KeyError(missing[0])
+    return name
 
   def _check_same_run(self) -> None:
     problem = (
@@ -219,11 +241,10 @@ class ResultFile:
   def write_manifest(self, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest in one piece: the old one or the new one exists."""
     whole = {"identity": self._identity, **manifest}
-    temporary = self.manifest_path.with_name(self.manifest_path.name + ".tmp")
-    temporary.write_text(
+    self._temporary.write_text(
       json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    os.replace(temporary, self.manifest_path)
+    os.replace(self._temporary, self.manifest_path)
 
   def close(self) -> None:
     """Closes the file; one of this run with nothing in it is taken away."""

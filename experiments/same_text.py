@@ -14,13 +14,12 @@ gap of 1e-3 or more, or more than 1 prompt in 40 parts.
 from collections.abc import Sequence
 import json
 from pathlib import Path
-import re
 from typing import Any
 
 from absl import flags
 import jax.numpy as jnp
 
-from experiments import launch, prompts as prompt_files, results
+from experiments import checks, launch, prompts as prompt_files, results
 import spec_jax
 from spec_jax import Settings
 from spec_jax.generate import make_engine
@@ -125,8 +124,35 @@ def parting(loaded, prompt, ours, theirs) -> dict[str, Any] | None:
   return {"position": at, "gap": gap, "tokens": pair}
 
 
+def kept_lines(path: str, chosen: Sequence[str]) -> list[dict[str, Any]]:
+  """Returns a file's lines of cases that are not run again.
+
+  Raises:
+    UserError: if the file cannot be read, or holds what is no such line.
+  """
+  if not path or not Path(path).exists():
+    return []
+  found = []
+  try:
+    for text in Path(path).read_text(encoding="utf-8").splitlines()[1:]:
+      line = json.loads(text)
+      if line["case"] not in chosen:
+        found.append(line)
+  except OSError as error:
+    raise launch.UserError(f"cannot read {path}: {error.strerror}") from error
+  except (ValueError, TypeError, LookupError, RecursionError) as error:
+    raise launch.UserError(
+      f"{path} holds a line that is no result; give another --out"
+    ) from error
+  return found
+
+
 def main() -> int:
   """Runs all cases; returns the exit code."""
+  wanted = checks.matching(_CASES, ["plain", *(name for name, _ in cases())])
+  checks.at_least(1, _BATCH)
+  checks.out_file(_OUT.value)
+  kept = kept_lines(_OUT.value, wanted) if _CASES.value else []
   golden = json.loads(
     Path(prompt_files.root("tests/golden/greedy.json")).read_text()
   )
@@ -141,25 +167,23 @@ def main() -> int:
       "batch": _BATCH.value,
     }
   ]
-  wanted = re.compile(_CASES.value)
-  if _CASES.value and _OUT.value and Path(_OUT.value).exists():
-    old = map(json.loads, Path(_OUT.value).read_text().splitlines()[1:])
-    lines += [x for x in old if not wanted.search(x["case"])]
+  lines += kept
   failed = False
 
   def generate(temperature, **arguments):
     settings = Settings(
       temperature=temperature, max_new_tokens=golden["max_new_tokens"]
     )
-    return spec_jax.generate(
-      loaded,
-      prompts,
-      settings=settings,
-      seed=1,
-      batch_size=_BATCH.value,
-      slots=256,
-      **arguments,
-    )
+    with launch.user_errors():
+      return spec_jax.generate(
+        loaded,
+        prompts,
+        settings=settings,
+        seed=1,
+        batch_size=_BATCH.value,
+        slots=256,
+        **arguments,
+      )
 
   def compare(name, temperature, out, reference, reference_name):
     nonlocal failed
@@ -192,7 +216,7 @@ def main() -> int:
       Path(_OUT.value).write_text(text)
 
   plain = {0.0: generate(0.0)}
-  if wanted.search("plain"):
+  if "plain" in wanted:
     compare(
       "plain",
       0.0,
@@ -200,10 +224,11 @@ def main() -> int:
       [c["output"] for c in golden["completions"]],
       "transformers",
     )
-  chosen = [case for case in cases() if wanted.search(case[0])]
+  chosen = [case for case in cases() if case[0] in wanted]
   for name, arguments in chosen:
-    work = plan(loaded, prompts[:1], Settings(), 1)
-    programs = make_engine(loaded, work, **arguments).programs
+    with launch.user_errors():
+      work = plan(loaded, prompts[:1], Settings(), 1)
+      programs = make_engine(loaded, work, **arguments).programs
     for temperature in (0.0, 1.0):
       if not programs.same_text(greedy=temperature == 0):
         continue

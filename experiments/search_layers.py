@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments import (
+  checks,
   launch,
   layer_search,
   prompts as prompt_files,
@@ -244,14 +245,14 @@ def main() -> None:
   """Searches, and writes the best set and what it was measured to accept."""
   if not _OUT.value.endswith(".jsonl"):
     raise UserError(f"give --out=FILE.jsonl, got {_OUT.value!r}")
-  for flag in (_ITERATIONS, _TOKENS, _DEPTH, _ROUNDS):
-    if flag.value < 1:
-      raise UserError(f"{flag.name} must be at least 1, got {flag.value}")
+  checks.at_least(1, _ITERATIONS, _TOKENS, _DEPTH, _ROUNDS)
   if _METHOD.value not in layer_search.METHODS:
     raise UserError(
       f"method must be one of {', '.join(layer_search.METHODS)}, got "
       f"{_METHOD.value!r}"
     )
+  best_file = Path(_OUT.value.removesuffix(".jsonl") + ".best.json")
+  checks.out_file(best_file)
   prompts = _prompts()
   loaded = spec_jax.load(_MODEL.value)
   L = loaded.model.config.num_layers
@@ -281,9 +282,13 @@ def main() -> None:
     "seed": _SEED.value,
   }
   identity = {**fixed, "prompts": prompts}
-  best_file = Path(_OUT.value.removesuffix(".jsonl") + ".best.json")
   with contextlib.closing(
-    results.ResultFile(_OUT.value, identity, lambda x: tuple(x["layers"]))
+    results.ResultFile(
+      _OUT.value,
+      identity,
+      lambda x: tuple(x["layers"]),
+      fields=Score._fields,
+    )
   ) as out:
     costs = out.manifest.get("costs")
     if costs is None:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from experiments import (
   bench_summary as summary,
   bench_tasks,
+  checks,
   launch,
   prompts as prompt_files,
   results,
@@ -35,7 +36,15 @@ from experiments import (
 from experiments.bench_engines import Bench, Run
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import Settings, drafters, length, metrics, shipped, trained
+from spec_jax import (
+  Settings,
+  corpus,
+  drafters,
+  length,
+  metrics,
+  shipped,
+  trained,
+)
 from spec_jax.generate import make_engine
 from spec_jax.work import Work, plan
 
@@ -353,22 +362,11 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
         print(summary.one_line(line), flush=True)
 
 
-def check_cases() -> None:
-  """Checks the flag `--cases`.
-
-  Raises:
-    UserError: if it is no regular expression.
-  """
-  try:
-    re.compile(_CASES.value)
-  except re.error as error:
-    raise UserError(f"--cases is no regular expression: {error}") from error
-
-
 @contextlib.contextmanager
 def opened(
   command: str,
   key: Callable[[Mapping[str, Any]], Any],
+  fields: Sequence[str],
   sizes: Mapping[str, Any] | None = None,
   **more,
 ):
@@ -377,12 +375,14 @@ def opened(
   Args:
     command: whose lines the file holds.
     key: what tells its lines apart.
+    fields: that a line must hold.
     sizes: what else must be equal for a run to be resumed.
     **more: for the manifest.
 
   Raises:
-    UserError: if the questions or the file cannot be used.
+    UserError: if a flag, the questions or a file cannot be used.
   """
+  checks.matching(_CASES, CASES)
   with launch.user_errors():
     for temperature in _TEMPERATURES.value:
       Settings(
@@ -391,9 +391,12 @@ def opened(
         seed=_SEED.value,
         stop_ids=(),
       ).check(1)
+    if _CORPUS.value:
+      corpus.load(_CORPUS.value)
   tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
   if not _OUT.value:
     raise UserError("give --out=FILE: it holds the lines, and resumes a run")
+  checks.out_file(_OUT.value)
   loaded = spec_jax.load(_MODEL.value)
   about = {
     "command": command,
@@ -404,13 +407,13 @@ def opened(
     **(sizes or {}),
   }
   identity = {**about, "tasks": tasks}
-  with contextlib.closing(results.ResultFile(_OUT.value, identity, key)) as out:
+  with contextlib.closing(
+    results.ResultFile(_OUT.value, identity, key, fields=fields)
+  ) as out:
     out.write_manifest(
       {
         **about,
-        "prompts": {
-          task: [name for name, _ in items] for task, items in tasks.items()
-        },
+        "prompts": {task: [name for name, _ in x] for task, x in tasks.items()},
         "environment": results.environment(),
         **more,
       }
@@ -424,22 +427,19 @@ def main() -> int:
   Returns:
     1 if a text that must be plain decoding's is another, else 0.
   """
-  check_cases()
-  interval = "95 %, bootstrap over prompts"
   command = "experiments.spec_bench"
-  with opened(command, _key, interval=interval) as (out, loaded, tasks):
+  more: dict[str, Any] = {"interval": "95 %, bootstrap over prompts"}
+  with opened(command, _key, summary.FIELDS, **more) as (out, loaded, tasks):
     measure(out, loaded, tasks)
     lines = list(out.done.values())
-  print(summary.markdown(lines))
+  table = summary.markdown(lines)
+  print(table)
   print(summary.report_bars(lines))
   print(summary.report_oracle(lines))
   print(summary.report_varied(lines))
   if _README.value:
-    summary.write_between(
-      Path(prompt_files.root("README.md")), summary.markdown(lines)
-    )
-  wrong = summary.wrong_texts(lines)
-  if wrong:
+    summary.write_between(Path(prompt_files.root("README.md")), table)
+  if wrong := summary.wrong_texts(lines):
     print("\n".join(["", *wrong]), flush=True)
   return int(bool(wrong))
 

@@ -26,11 +26,11 @@ from absl import flags
 import jax
 import jax.numpy as jnp
 
-from experiments import launch, results, timing
+from experiments import checks, launch, results, timing
 from experiments.timing import medians, take_turns
 from experiments.torch_peer import TorchPeer
 import spec_jax
-from spec_jax import Settings
+from spec_jax import Settings, hub
 from spec_jax.engine import Engine
 from spec_jax.pairing import resolve_draft
 from spec_jax.programs import EngineConfig
@@ -43,6 +43,8 @@ _TORCH = flags.DEFINE_string("torch_python", "", "Python that has torch.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved repetitions.")
 _SLOTS = flags.DEFINE_integer("slots", 512, "Cache slots, S.")
 _STEPS = 16  # decoded per timing
+_HELD = 200  # tokens behind a timed pass or step
+_WIDEST = 5  # tokens of a step's pass
 
 PROMPT = [1, 4093, 198, 57, 5248, 2, 198, 1, 520, 9531, 198]
 
@@ -50,7 +52,7 @@ PROMPT = [1, 4093, 198, 57, 5248, 2, 198, 1, 520, 9531, 198]
 def pass_of(model, params, width: int, rows: int):
   """Returns a function that times one pass of `width` tokens."""
   return timing.pass_of(
-    model, params, width, rows, slots=_SLOTS.value, held=200
+    model, params, width, rows, slots=_SLOTS.value, held=_HELD
   )
 
 
@@ -76,7 +78,7 @@ class Stepper:
   def __init__(self, engine: Engine, settings: Settings):
     self.engine = engine
     config = engine.config
-    ids = (PROMPT * 20)[:200]
+    ids = (PROMPT * 20)[:_HELD]
     job = Job(ids, settings, (0, 0, 0))
     request = make_request([job], config, engine.model, config.batch_size)
     programs = engine._programs
@@ -233,13 +235,17 @@ def against_torch(loaded, path: Path) -> dict[str, Any]:
 
 def main() -> None:
   """Measures and writes the file after each part."""
+  checks.at_least(1, _ROUNDS)
+  checks.out_file(_OUT.value)
+  opened = hub.inspect(_MODEL.value)
+  checks.slots(opened.loaded, _SLOTS.value, _HELD + _STEPS * _WIDEST)
   record: dict[str, Any] = {
     "environment": results.environment(),
     "model": _MODEL.value,
     "slots": _SLOTS.value,
     "rounds": _ROUNDS.value,
   }
-  loaded = spec_jax.load(_MODEL.value)
+  loaded = opened.read()
   parts: dict[str, Callable[[], Any]] = {
     "step_against_parts": lambda: step_against_parts(loaded),
     "batch": lambda: batches(loaded),
@@ -254,7 +260,8 @@ def main() -> None:
     }
   for name, part in parts.items():
     print(f"{name} ...", file=sys.stderr)
-    record[name] = part()
+    with launch.user_errors():
+      record[name] = part()
     print(json.dumps({name: record[name]}, indent=2), flush=True)
     if _OUT.value:
       Path(_OUT.value).write_text(json.dumps(record, indent=2) + "\n")

@@ -14,16 +14,20 @@ from collections.abc import Mapping, Sequence
 import functools
 import json
 from pathlib import Path
-import re
 import statistics
 import sys
 from typing import Any
 
 from absl import flags
 
-from experiments import launch, prompts as prompt_files, results, timing
-import spec_jax
-from spec_jax import Settings, metrics
+from experiments import (
+  checks,
+  launch,
+  prompts as prompt_files,
+  results,
+  timing,
+)
+from spec_jax import Settings, hub, metrics
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine, run
 from spec_jax.work import Work, plan
@@ -50,8 +54,12 @@ PLAIN = "plain"
 
 
 def chosen() -> dict[str, dict[str, Any]]:
-  """Returns the cases to run."""
-  return {n: c for n, c in CASES.items() if re.search(_CASES.value, n)}
+  """Returns the cases to run.
+
+  Raises:
+    UserError: if there is none.
+  """
+  return {name: CASES[name] for name in checks.matching(_CASES, CASES)}
 
 
 def predict(
@@ -96,20 +104,33 @@ def _fill(work: Work, rows: int) -> Work:
   return work._replace(jobs=work.jobs * times, origin=work.origin * times)
 
 
-def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
+def work_of(loaded, prompts: Sequence[Any]) -> Work:
+  """Returns the prompts as jobs, one each.
+
+  Raises:
+    UserError: if one does not fit.
+  """
+  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
+  with launch.user_errors():
+    work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
+  prompt_files.check_fits(loaded, work, _SLOTS.value)
+  return work
+
+
+def measure(loaded, prompts: Work, rows: int) -> dict[str, Any]:
   """Decodes the prompts by all cases in turn.
 
   Returns:
     Plain decoding's tokens/s by round, and by case the measured and the
     predicted ratio, tokens a step, the costs and how many texts are plain's.
   """
-  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
-  settings = Settings(max_new_tokens=_TOKENS.value)
-  work = _fill(plan(loaded, chats, settings, 0), rows)
+  work = _fill(prompts, rows)
   make = functools.partial(
     make_engine, loaded, work, batch_size=rows, slots=_SLOTS.value
   )
-  engines = {PLAIN: make()} | {n: make(**case) for n, case in chosen().items()}
+  with launch.user_errors():
+    engines = {PLAIN: make()}
+    engines |= {name: make(**case) for name, case in chosen().items()}
   costs: dict[int, list[float]] = {}
   for engine in engines.values():
     if engine.programs.policy.needs_costs:
@@ -157,7 +178,7 @@ def measure(loaded, prompts: Sequence[Any], rows: int) -> dict[str, Any]:
       "identical": sum(
         texts[name][n] == ids for n, ids in texts[PLAIN].items()
       ),
-      "prompts": len(prompts),
+      "prompts": len(prompts.jobs),
     }
   return found
 
@@ -210,10 +231,17 @@ def plot(lines: Sequence[Mapping[str, Any]], path: str) -> None:
 
 def main() -> None:
   """Measures each kind at each batch size; writes after each."""
+  checks.at_least(1, _ROWS, _ROUNDS, _TOKENS)
+  cases = chosen()
+  checks.out_file(_OUT.value)
+  checks.picture(_PLOT.value)
   sets: Mapping[str, Sequence[Any]] = prompt_files.bench_sets()
   if _PROMPTS.value:
     sets = {Path(_PROMPTS.value).stem: prompt_files.read((), _PROMPTS.value)}
-  loaded = spec_jax.load(_MODEL.value)
+  opened = hub.inspect(_MODEL.value)
+  checks.slots(opened.loaded, _SLOTS.value)
+  works = {kind: work_of(opened.loaded, x) for kind, x in sets.items()}
+  loaded = opened.read()
   lines: list[dict[str, Any]] = []
   record = {
     "environment": results.environment(),
@@ -223,11 +251,11 @@ def main() -> None:
     "rounds": _ROUNDS.value,
     "lines": lines,
   }
-  for kind, prompts in sets.items():
+  for kind, work in works.items():
     for rows in _ROWS.value:
-      line = {"kind": kind, **measure(loaded, prompts, rows)}
+      line = {"kind": kind, **measure(loaded, work, rows)}
       lines.append(line)
-      for case in chosen():
+      for case in cases:
         x = line[case]
         print(
           f"{kind}, {rows} rows, {case}: {x['ratio']:.2f} x plain, predicted "
@@ -239,9 +267,9 @@ def main() -> None:
         Path(_OUT.value).write_text(json.dumps(record, indent=1) + "\n")
       if _PLOT.value:
         plot(lines, _PLOT.value)
-  for kind in sets:
+  for kind in works:
     ours = [x for x in lines if x["kind"] == kind]
-    for case in chosen():
+    for case in cases:
       print(f"{kind}, {case}: pays up to {pays_up_to(ours, case)} rows")
   print("done", file=sys.stderr)
 

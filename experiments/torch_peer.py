@@ -34,13 +34,19 @@ class TorchPeer:
     """
     # A file, not a pipe: nobody reads while a request is on its way.
     self._errors = tempfile.TemporaryFile("w+")
-    self._process = subprocess.Popen(
-      [python, prompts.root(_WORKER), str(path), dtype],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=self._errors,
-      text=True,
-    )
+    try:
+      self._process = subprocess.Popen(
+        [python, prompts.root(_WORKER), str(path), dtype],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=self._errors,
+        text=True,
+      )
+    except OSError as error:
+      self._errors.close()
+      raise launch.UserError(
+        f"cannot run {python}: {error.strerror}"
+      ) from error
     self.version = self._answer()["ready"]
 
   def generate(self, ids: list[int], tokens: int) -> tuple[float, list[int]]:

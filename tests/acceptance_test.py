@@ -62,5 +62,8 @@ def test_counts_are_recorded_resumed_and_shown(counts, tmp_path):
   out.write_text(out.read_text().replace('"num_draft": 3', '"num_draft": 2'))
   ran = counts("--cases=lookup 3")
   assert ran.code == 2 and "was measured with" in ran.err
+  out.write_text(out.read_text().replace('"texts"', '"text"'))
+  ran = counts("--cases=lookup 3")
+  assert ran.code == 2 and "holds a line that is no result" in ran.err
   ran = counts("--cases=lookup 3", "--rows=0")
   assert ran.code == 2 and "rows must be at least 1" in ran.err

@@ -134,9 +134,9 @@ def test_another_run_does_not_write_into_a_file(
   seen = []
   keep = results.ResultFile.__init__
 
-  def look(self, path, identity):
+  def look(self, path, identity, **more):
     seen.append(results.digest(identity))
-    keep(self, path, identity)
+    keep(self, path, identity, **more)
 
   results.ResultFile.__init__ = look
   try:
@@ -149,6 +149,22 @@ def test_another_run_does_not_write_into_a_file(
     results.ResultFile.__init__ = keep
   assert ran.code == 2 and "another configuration or other prompts" in ran.err
   assert out.read_text() == '{"prompt": 0}\n'
+
+
+@pytest.mark.parametrize(
+  "line", ['{"prompt": 0}', '{"prompt": 1, "text": "", "samples": []}']
+)
+def test_a_line_that_is_no_result_is_refused(command, tmp_path, line):
+  """It lacks fields, or is of a prompt that there is not."""
+  out = tmp_path / "x.jsonl"
+  words = ("--prompt=a", f"--out={out}", *SMALL)
+  assert command(*words).code == 0
+  out.write_text(line[:-1] + ', "identical": null}\n')
+  before = out.read_bytes()
+  ran = command(*words)
+  assert ran.code == 2 and ran.err.count("\n") == 1, ran.err
+  assert "holds a line that is no result; give another --out" in ran.err
+  assert out.read_bytes() == before
 
 
 def test_a_file_made_with_other_weights_is_not_continued(

@@ -99,6 +99,8 @@ def test_half_of_an_odd_batch_is_refused(folder, tmp_path, monkeypatch, capsys):
   [
     (("--losses=mse",), "--losses must be of forward_kl"),
     (("--sources=luck",), "--sources must be of truth"),
+    (("--losses=",), "tvd, got none"),
+    (("--sources=",), "mix, got none"),
     (("--truth=",), "needs --truth"),
     (("--answers=",), "--answers are needed"),
   ],
@@ -108,3 +110,4 @@ def test_bad_flags_are_one_line(
 ):
   done = _run(folder, tmp_path / "x", monkeypatch, capsys, *words)
   assert done.code == 2 and message in done.err
+  assert done.err.count("\n") == 1 and not (tmp_path / "x").exists()

@@ -71,7 +71,29 @@ def test_files_become_documents(make, tmp_path):
   assert text_of(made) == texts
   assert made.vocab_size == 300 and made.num_documents == 6
   assert f"{out}: {made.num_tokens:,} tokens of 6 documents, " in ran.out
-  assert "suffix array" in ran.err or not ran.err  # progress, on a terminal
+  said = "[fields of JSON lines: text, messages, turns (the first); not read: "
+  assert f"{said}none]\n" in ran.err
+
+
+def test_answers_are_documents_too(make, tmp_path):
+  """Beside their prompts; what is not read is said, once for all files."""
+  lines = [
+    {"prompt": "one", "answer": "two", "id": 3},
+    {"instruction": "three", "output": "four", "input": "five"},
+    # As `train.generate` writes them.
+    {"prompt": 0, "prompt_ids": [1], "ids": [2], "text": "six"},
+    {"prompt": "seven", "answer": ["eight"]},
+  ]
+  for number, line in enumerate(lines):
+    (tmp_path / f"{number}.jsonl").write_text(json.dumps(line))
+  ran = make(f"--out={tmp_path / 'x.npz'}", f"--text={tmp_path}/*.jsonl")
+  assert ran.code == 0, ran.err
+  made = text_of(corpus.load(tmp_path / "x.npz"))
+  assert made == ["one", "two", "three", "four", "six", "seven"]
+  assert ran.err == (
+    "[fields of JSON lines: prompt, answer, instruction, output, text; not "
+    "read: id, input, prompt, prompt_ids, ids, answer]\n"
+  )
 
 
 def test_long_texts_are_cut_between_lines(monkeypatch):
@@ -92,6 +114,9 @@ _MISTAKES = {
   "unreadable": (["--out={0}/x.npz", "{0}/no.txt"], "cannot read"),
   "not UTF-8": (["--out={0}/x.npz", "{0}/bytes.txt"], "is not UTF-8"),
   "not JSON": (["--out={0}/x.npz", "{0}/bad.jsonl"], "line 1 is not JSON"),
+  "no record": (["--out={0}/x.npz", "{0}/no.jsonl"], "holds no document"),
+  "no field": (["--out={0}/x.npz", "{0}/x.jsonl"], "line 1 has no text in any"),
+  "folder": (["--out={0}", "{0}/a.txt"], "it is a folder"),
   "empty": (["--out={0}/x.npz", "{0}/empty.txt"], "the corpus is empty"),
   "there": (["--out={0}/empty.txt", "{0}/a.txt"], "--overwrite replaces it"),
   "depth": (
@@ -112,6 +137,8 @@ def test_bad_input_is_one_line(make, tmp_path, name):
   (tmp_path / "empty.txt").write_text("")
   (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
   (tmp_path / "bad.jsonl").write_text("{\n")
+  (tmp_path / "no.jsonl").write_text("\n")
+  (tmp_path / "x.jsonl").write_text('{"answer": "alone"}\n')
   before = sorted(tmp_path.iterdir())
   words, message = _MISTAKES[name]
   ran = make(*[word.format(tmp_path) for word in words])

@@ -3,18 +3,20 @@
 import json
 import types
 
+from absl import flags
 from commands import (
   built_once as built_once,
   fresh,
   model as model,
   run_command,
+  unread as unread,
 )
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import timing, walk_cost
-from spec_jax import sampling, tree as trees
+from spec_jax import corpus, sampling, tree as trees
 from spec_jax.base import DETERMINISTIC, IID
 
 
@@ -102,7 +104,7 @@ def test_every_table_drafter_and_walk_is_in_the_file(
     "--drafters=prompt_lookup|vanilla|none",
   )
   assert ran.code in (0, None), ran.err
-  assert "left out: vanilla: drafter 'vanilla' needs a draft" in ran.err
+  assert "left out: vanilla: it takes a draft" in ran.err
   record = json.loads(out.read_text())
   names = {x["drafter"] for x in record["drafters"]}
   assert not {"none", "vanilla"} & names
@@ -114,3 +116,32 @@ def test_every_table_drafter_and_walk_is_in_the_file(
   for line in record["verify"]:
     assert line["nodes"] == 64 and line["limit"] == 0.05
     assert line["share"] == pytest.approx(line["verify_ms"] / line["pass_ms"])
+
+
+def test_a_draft_that_ships_makes_no_table_drafter(monkeypatch, capsys):
+  """Nor does one that another drafter is made of: only tables have a limit."""
+  overheads = fresh("overheads")
+  monkeypatch.setitem(
+    overheads._OPTIONS, "merge", {"first": "prompt_lookup", "second": "eagle"}
+  )
+  # Every draft ships: an engine could be made of each.
+  monkeypatch.setattr(
+    overheads, "make_engine", lambda *_, drafter, **__: pytest.fail(drafter)
+  )
+  flags.FLAGS(["overheads", "--drafters=best_first|eagle|medusa|merge"])
+  overheads.drafter_pieces(None, None)
+  shown = capsys.readouterr().err
+  for name in ("best_first", "eagle", "medusa", "merge"):
+    assert f"left out: {name}: it takes a draft" in shown
+
+
+def test_an_index_of_another_tokenizer_is_refused(
+  model, tmp_path, monkeypatch, capsys, unread
+):
+  """An index that was named is needed: nothing is timed without it."""
+  index = corpus.build([[1, 2, 3]], tokenizer="another's", vocab_size=300)
+  corpus.save(index, tmp_path / "x.npz")
+  words = f"--model={model}", f"--corpus={tmp_path / 'x.npz'}"
+  ran = run_command(monkeypatch, capsys, "overheads", *words)
+  assert ran.code == 2 and ran.err.count("\n") == 1
+  assert "was made with another tokenizer than the model's" in ran.err

@@ -88,7 +88,20 @@ def test_a_manifest_that_is_no_manifest_is_no_traceback(tmp_path):
       ResultFile(path, _RUN)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": "x"}', "3", ""])
+@pytest.mark.parametrize(
+  "line",
+  [
+    "{",
+    "[]",
+    "{}",
+    '{"prompt": "x"}',
+    '{"prompt": true}',
+    '{"prompt": 1.5}',
+    "3",
+    "",
+    "[" * 100_000,
+  ],
+)
 def test_a_whole_line_that_is_no_result_is_refused(tmp_path, line):
   """Only a torn last line is cut off; anything else is for the user."""
   path = _write(tmp_path / "x.jsonl", [_record(0)])
@@ -96,6 +109,29 @@ def test_a_whole_line_that_is_no_result_is_refused(tmp_path, line):
   path.write_text(text)
   with pytest.raises(UserError, match="holds a line that is no result"):
     ResultFile(path, _RUN)
+  assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    '{"prompt": 2, "text": "x"}',
+    '{"prompt": -1, "text": "x"}',
+    '{"prompt": 1}',
+  ],
+)
+def test_a_line_of_no_prompt_or_without_its_fields_is_refused(tmp_path, line):
+  """Two prompts, and each line holds a text."""
+  path = _write(tmp_path / "x.jsonl", [_record(0)])
+  kept = {"keys": range(2), "fields": ("text",)}
+  out = ResultFile(path, _RUN, **kept)
+  assert list(out.done) == [0]
+  out.close()
+  text = path.read_text() + line + "\n"
+  path.write_text(text)
+  _reopened(path)  # nothing was asked of a line
+  with pytest.raises(UserError, match="holds a line that is no result"):
+    ResultFile(path, _RUN, **kept)
   assert path.read_text() == text
 
 
@@ -142,6 +178,14 @@ def test_what_cannot_be_written_is_said_at_once(tmp_path):
   ):
     with pytest.raises(UserError, match=message):
       ResultFile(path, _RUN)
+
+
+@pytest.mark.parametrize("name", ["x.manifest.json", "x.manifest.json.tmp"])
+def test_a_folder_where_the_manifest_goes_is_said_at_once(tmp_path, name):
+  (tmp_path / name).mkdir()
+  with pytest.raises(UserError, match=f"{name}: it is a folder"):
+    ResultFile(tmp_path / "x.jsonl", _RUN)
+  assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_a_folder_without_write_permission_is_said_at_once(

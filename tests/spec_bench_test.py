@@ -7,6 +7,7 @@ from commands import (
   model as model,
   read_lines,
   run_command,
+  unread as unread,
 )
 import pytest
 
@@ -84,19 +85,46 @@ def test_categories_of_mt_bench_are_one_subtask(tmp_path):
   ("text", "message"),
   [
     (None, "cannot read"),
-    ("{", "is no question.jsonl"),
-    ('{"category": "qa", "turns": []}', "is no question.jsonl"),
-    ("3", "is no question.jsonl"),
     ("\n", "holds no question"),
+    (b"\xff", "is not UTF-8"),
   ],
 )
 def test_a_file_without_questions_is_refused(tmp_path, text, message):
   """In words, whatever is wrong with it."""
   path = tmp_path / "q.jsonl"
   if text is not None:
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
   with pytest.raises(UserError, match=message):
     bench_tasks.read_tasks(str(path), 8)
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("{", " is not JSON: "),
+    ("3", ": a question is an object with"),
+    ('["qa"]', ": a question is an object with"),
+    ({"category": 3}, ": its category is no text"),
+    ({"category": ["qa"]}, ": its category is no text"),
+    ({"category": None}, ": its category is no text"),
+    ({"question_id": None}, ": its question_id is no number and no text"),
+    ({"turns": []}, ": its turns are no list of texts"),
+    ({"turns": "why?"}, ": its turns are no list of texts"),
+    ({"turns": [3]}, ": its first turn is no text, or empty"),
+    ({"turns": [" "]}, ": its first turn is no text, or empty"),
+  ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
+  """File, line and what is wrong, and no name of an exception."""
+  path = tmp_path / "q.jsonl"
+  good = {"question_id": 1, "category": "qa", "turns": ["why?"]}
+  if isinstance(line, dict):
+    line = json.dumps(good | line)
+  path.write_text(f"{json.dumps(good)}\n{line}\n")
+  with pytest.raises(UserError) as raised:
+    bench_tasks.read_tasks(str(path), 8)
+  said = str(raised.value)
+  assert said.startswith(f"{path} line 2{message}") and "Error" not in said
 
 
 # --- measuring ----------------------------------------------------------------
@@ -186,13 +214,31 @@ def test_a_run_measures_resumes_and_adds_cases(bench, tmp_path):
   assert ran.code == 2 and "another configuration or other" in ran.err
 
 
+def test_flags_that_cannot_be_used_are_refused_before_weights(
+  bench, unread, tmp_path
+):
+  for word, message in (
+    ("--cases=nobody", "matches none of lookup 3"),
+    ("--cases=(", "no regular expression"),
+    (f"--corpus={tmp_path}/none.npz", "cannot read the corpus index"),
+    (f"--out={tmp_path}", "it is a folder"),
+  ):
+    ran = bench(word)
+    assert ran.code == 2 and message in ran.err, ran.err
+    assert ran.err.count("\n") == 1
+
+
 def test_a_case_that_has_changed_is_refused(bench, tmp_path):
   """Lines of other options are not taken for the case's."""
   out = tmp_path / "x.jsonl"
   assert bench("--cases=lookup 3").code in (0, None)
-  out.write_text(out.read_text().replace('"num_draft": 3', '"num_draft": 2'))
+  whole = out.read_text()
+  out.write_text(whole.replace('"num_draft": 3', '"num_draft": 2'))
   ran = bench("--cases=lookup 3")
   assert ran.code == 2 and "case 'lookup 3' was measured with" in ran.err
+  out.write_text(whole.replace('"ratio"', '"ration"'))
+  ran = bench("--cases=lookup 3")
+  assert ran.code == 2 and "holds a line that is no result" in ran.err
 
 
 def test_only_drafters_without_a_state_take_over_a_prefix(model):

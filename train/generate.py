@@ -55,7 +55,14 @@ def main() -> int | None:
   texts = prompt_files.read((), _PROMPTS.value)
   mesh = launch.mesh_of(config.mesh)
   identity = {"config": launch.plain_dict(config), "prompts": texts}
-  with contextlib.closing(results.ResultFile(_OUT.value, identity)) as out:
+  with contextlib.closing(
+    results.ResultFile(
+      _OUT.value,
+      identity,
+      keys=range(len(texts) * settings.num_samples),
+      fields=("prompt_ids", "ids", "text", "finish_reason"),
+    )
+  ) as out:
     opened = launch.inspect(config.model, config)
     options = draft_lib.choose_drafter(config, opened)
     draft = draft_lib.inspect_draft(config, opened)

@@ -22,7 +22,7 @@ import zlib
 
 from absl import flags
 
-from experiments import launch
+from experiments import checks, launch
 from experiments.launch import UserError
 
 _DATA = flags.DEFINE_string("data", "", "Folder of prompt sets and texts.")
@@ -285,6 +285,7 @@ def main() -> int:
     raise UserError("--data and --out are needed")
   if not 0 < _SCALE.value <= 1:
     raise UserError(f"--scale must be in (0, 1], got {_SCALE.value}")
+  checks.out_file(_OUT.value)
   found, dropped = gather(Path(_DATA.value), _SCALE.value, _SEED.value)
   lines = [
     json.dumps({"prompt": text, "source": name}, ensure_ascii=False)

@@ -3,7 +3,7 @@
 Layouts:
   {"messages": [{"role": "user", "content": ...}, ...]}
   {"conversations": [{"from": "human", "value": ...}, ...]}      (ShareGPT)
-  {"prompt": ..., "answer": ...}      and other names, see `_PROMPT`, `_ANSWER`
+  {"prompt": ..., "answer": ...}      and other names, see `_PROMPT`, `ANSWERS`
   {"prompt_ids": [...], "ids": [...]}      what `train.generate` writes
   {"text": ...} or a string            every token is answer
 """
@@ -28,7 +28,7 @@ _ROLES = {
   "tool": "tool",
 }
 _PROMPT = ("prompt", "instruction", "question")
-_ANSWER = ("answer", "response", "completion", "output")
+ANSWERS = ("answer", "response", "completion", "output")
 
 
 # Tokens of a text that stand in for a prompt where it is continued.
@@ -144,7 +144,7 @@ class Reader:
       if field in record:
         return self._chat(_messages(record[field], where))
     question = _first(record, _PROMPT, where)
-    answer = _first(record, _ANSWER, where)
+    answer = _first(record, ANSWERS, where)
     if question is not None and answer is not None:
       extra = record.get("input")
       if isinstance(extra, str) and extra:
@@ -160,7 +160,7 @@ class Reader:
       return [Example(np.asarray(ids, np.int32), np.ones(len(ids), bool))]
     raise DataError(
       f"{where} has none of messages, conversations, text, or a prompt "
-      f"({', '.join(_PROMPT)}) with an answer ({', '.join(_ANSWER)}); it has "
+      f"({', '.join(_PROMPT)}) with an answer ({', '.join(ANSWERS)}); it has "
       f"{', '.join(map(str, record)) or 'nothing'}"
     )
 
