@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from configs import distill as defaults
-from experiments import launch, results
+from experiments import checks, launch, results
 from experiments.launch import UserError
 import spec_jax
 from spec_jax import trained
@@ -56,6 +56,11 @@ _START = flags.DEFINE_string(
   "A trained draft of these layers to go on from, its folder or 'shipped:...'; "
   "the target's own layers if not given.",
 )
+_RATE = flags.DEFINE_float(
+  "learning_rate",
+  1e-3,
+  "At its highest; a draft that is trained already wants less, 1e-4 say.",
+)
 _LAYERS = flags.DEFINE_integer("layers", 2, "Layers of the draft.")
 _STEPS = flags.DEFINE_integer("steps", 150, "Steps of each run.")
 _LENGTH = flags.DEFINE_integer("length", 192, "Tokens of a row.")
@@ -81,6 +86,7 @@ def config_of(name: str, source: str = "answers") -> Any:
   config.loss.chunk = 0
   config.train.steps = _STEPS.value
   config.train.batch_size = _BATCH.value
+  config.optimizer.learning_rate = _RATE.value
   config.eval.max_new_tokens = 64
   config.seed = _SEED.value
   config.on_policy.part = SOURCES[source]
@@ -167,7 +173,10 @@ def main() -> int:
       )
   if "truth" in _SOURCES.value and not _TRUTH.value:
     raise UserError("the source 'truth' needs --truth")
+  checks.at_least(1, _LAYERS, _STEPS, _LENGTH, _BATCH, _HELD)
+  checks.at_least(0, _SEED)
   with launch.user_errors():
+    loop.Optimizer(**config_of("").optimizer).build(_STEPS.value)
     for source in _SOURCES.value:
       on_policy.drafted_rows(config_of("", source), 1)
   loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")

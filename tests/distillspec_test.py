@@ -97,6 +97,10 @@ def test_half_of_an_odd_batch_is_refused(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
   "words,message",
   [
+    (("--steps=0",), "steps must be at least 1, got 0"),
+    (("--batch_size=0",), "batch_size must be at least 1, got 0"),
+    (("--learning_rate=nan",), "learning_rate must be above 0, got nan"),
+    (("--start=nowhere",), "nowhere"),
     (("--losses=mse",), "--losses must be of forward_kl"),
     (("--sources=luck",), "--sources must be of truth"),
     (("--losses=",), "tvd, got none"),
