@@ -111,10 +111,16 @@ def decode(loaded, work: Work, case: Mapping[str, Any], title: str):
 
 
 def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
-  """Returns a table: tokens a step by case, subtask and temperature."""
+  """Returns a table: tokens a step by case, subtask and temperature.
+
+  `all` and `varied` leave edits out; `by depth` is how often each depth was
+  accepted where the one before was.
+  """
   columns = list(lines[0]["by_subtask"])
   text = [
-    "| T | case | " + " | ".join(columns) + " | all | varied | by depth |",
+    "| T | case | "
+    + " | ".join(columns)
+    + " | all but editing | varied | accepted by depth |",
     "|---" * (len(columns) + 5) + "|",
   ]
   for line in lines:

@@ -352,9 +352,7 @@ def oracle(line: Line, deepest: Line, copies: Line | None = None) -> float:
 
 def report_oracle(lines: Sequence[Line]) -> str:
   """Says how close cost-aware cases come to the best depths in hindsight."""
-  text = [
-    "Modelled: the best depth of each prompt in hindsight, measured costs:"
-  ]
+  text = []
   for line in lines:
     deepest = _same_tree(lines, line)
     if policy_of(line) != "cost" or not line["costs_s"] or deepest is None:
@@ -364,7 +362,10 @@ def report_oracle(lines: Sequence[Line]) -> str:
       f"{line['case']}, T={line['temperature']:g}, {line['subtask']}: "
       f"{line['ratio']:.2f} of {best:.2f} ({100 * line['ratio'] / best:.0f} %)"
     )
-  return "\n".join(text)
+  title = (
+    "Modelled: the best depth of each prompt in hindsight, measured costs:"
+  )
+  return "\n".join([title, *text]) if text else ""
 
 
 def repeated(ids: Sequence[int], n: int = 4) -> float:
@@ -396,7 +397,8 @@ def report_varied(lines: Sequence[Line], most: float = VARIED) -> str:
         found[at] += value
         found[at + 3] += value * kept
   text = [
-    f"Tokens a step over all texts, and those less than {most:.0%} repeated:"
+    f"Tokens a step over all texts, edits too, and over those less than "
+    f"{most:.0%} repeated:"
   ]
   for (case, temperature), (a, b, c, d, e, f) in sums.items():
     some = f"{d / e:.2f}" if e else "-"

@@ -93,6 +93,20 @@ def config_of(name: str, source: str = "answers") -> Any:
   return config.lock()
 
 
+def _recorded() -> dict[str, Any]:
+  """Returns what all runs of a grid have in common."""
+  found = launch.plain_dict(config_of(""))
+  # Given by the grid: losses, parts, data and what is held out.
+  for part, name in (
+    ("loss", "name"),
+    ("on_policy", "part"),
+    ("data", "files"),
+    ("eval", "prompts"),
+  ):
+    found[part].pop(name)
+  return found
+
+
 def evaluate(recipe: Recipe, params: Any, rows: list[dict]) -> dict[str, float]:
   """Returns alpha at T = 1 and T = 0 on rows, and what the decoder emits."""
   step = jax.jit(
@@ -181,9 +195,11 @@ def main() -> int:
       on_policy.drafted_rows(config_of("", source), 1)
   loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
   with launch.user_errors():
+    # That the draft can be built, before data is read.
+    distill.build(config_of(_LOSSES.value[0]), loaded, None, [])
     length = _LENGTH.value
     examples = data.read_examples((_ANSWERS.value,), loaded, length=length)
-    answers, held = data.hold_out(examples, _HELD.value)
+    answers, held = data.hold_out(examples, _HELD.value, "--held_out")
     learn = {"answers": answers}
     if "truth" in _SOURCES.value:
       known = {tuple(x.prompt) for x in held}
@@ -192,14 +208,13 @@ def main() -> int:
         for x in data.read_examples((_TRUTH.value,), loaded, length=length)
         if tuple(x.prompt) not in known
       ]
-    # That it can be built, before a folder is claimed.
-    prompts = [x.prompt for x in held]
-    first = distill.build(config_of(_LOSSES.value[0]), loaded, None, prompts)
+  prompts = [x.prompt for x in held]
+  first = distill.build(config_of(_LOSSES.value[0]), loaded, None, prompts)
   rows = data.pack(held, length)
   identity = {
     "command": "experiments.distillspec",
     "target": trained.target_identity(loaded),
-    "config": launch.plain_dict(config_of("")),
+    "config": _recorded(),
     "held_out": _HELD.value,
     "files": {
       name: file and sha256_of(Path(file))

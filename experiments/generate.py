@@ -71,7 +71,7 @@ _STREAMED, _ROWS = 4, 8
 
 def _wanted_rows(work: Work) -> int:
   """Returns the rows of a batch that nobody has set."""
-  return 1 if len(work.jobs) <= _STREAMED else _ROWS
+  return 1 if len(work.jobs) <= _STREAMED else min(len(work.jobs), _ROWS)
 
 
 class Runner:
@@ -370,7 +370,7 @@ def _generate(config, settings: Settings, mesh, texts, out) -> int:
   finally:
     reports = runner.reports()
     finished = list(out.done.values()) if out else lines
-    if finished:
+    if any(report["steps"] for report in reports.values()):
       programs = runner.engines[runner.main].programs
       greedy = config.sampling.temperature == 0
       must_agree = programs.same_text(greedy=greedy)

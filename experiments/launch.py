@@ -47,7 +47,8 @@ def _inner(error: BaseException) -> str:
   """Returns an error's text without the quotes that nested errors add."""
   while error.args and isinstance(error.args[0], BaseException):
     error = error.args[0]
-  return str(error.args[0] if error.args else error).strip("'\"")
+  said = str(error.args[0] if error.args else error)
+  return said.strip("'\"").replace("' Did you mean", ": did you mean")
 
 
 def fail(message: str) -> NoReturn:

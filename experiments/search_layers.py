@@ -330,6 +330,11 @@ def main() -> None:
     f"{score.emitted_per_step:.2f} tokens a step (measured "
     f"{measured['emitted_per_step']:.2f}); in {best_file}"
   )
+  if record["predicted_ratio"] <= 1:
+    print(
+      f"of {len(out.done)} sets none is predicted to pay: decoding is best "
+      "left plain"
+    )
 
 
 if __name__ == "__main__":

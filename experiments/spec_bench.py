@@ -434,9 +434,13 @@ def main() -> int:
     lines = list(out.done.values())
   table = summary.markdown(lines)
   print(table)
-  print(summary.report_bars(lines))
-  print(summary.report_oracle(lines))
-  print(summary.report_varied(lines))
+  for said in (
+    summary.report_bars(lines),
+    summary.report_oracle(lines),
+    summary.report_varied(lines),
+  ):
+    if said:
+      print(said)
   if _README.value:
     summary.write_between(Path(prompt_files.root("README.md")), table)
   if wrong := summary.wrong_texts(lines):

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from spec_jax.base import Array, LengthPolicy, Outcome
 from spec_jax.levels import Levels
 
+# Steps after which what was lost has been forgotten to all but 1/e.
+_WINDOW = 200.0
+
 
 @flax.struct.dataclass
 class CostState:
@@ -28,6 +31,9 @@ class CostState:
       target read the root alone for this row.
     reads_at: `[B, L + 1]` int32, steps in which the row ran, by the level of
       the batch's deepest draft, 0 where the target read the roots alone.
+    spent: `[B, L + 1]` float32, decayed count of steps as in `reads_at`.
+    gained: `[B]` float32, decayed count of tokens beyond the first of a step.
+    late: `[B]` float32, decayed count of tokens as in `caught_up`.
     behind: `[B]` int32, tokens of the row's text committed since the row
       drafted with all parts.
     caught_up: `[B]` int32, tokens caught up with in these steps, in each
@@ -46,6 +52,9 @@ class CostState:
   idle: Array
   asked_at: Array
   reads_at: Array
+  spent: Array
+  gained: Array
+  late: Array
   behind: Array
   caught_up: Array
   num_probes: Array
@@ -134,6 +143,9 @@ def cost(
       idle=jnp.zeros((batch, G), jnp.int32),
       asked_at=jnp.zeros((batch, L + 1), jnp.int32),
       reads_at=jnp.zeros((batch, L + 1), jnp.int32),
+      spent=jnp.zeros((batch, L + 1), jnp.float32),
+      gained=jnp.zeros((batch,), jnp.float32),
+      late=jnp.zeros((batch,), jnp.float32),
       behind=zeros,
       caught_up=zeros,
       num_probes=zeros,
@@ -147,7 +159,19 @@ def cost(
     pooled = (other_hits + weight * before) / (other_chances + weight)
     return (hits + weight * pooled) / (chances + weight)
 
-  def gains(state):
+  def hope(state, running, costs):
+    """Returns the chance that what is not known well is thought to have.
+
+    `prior`, but 0 while drafting has lost more of late than `budget` allows:
+    what is hoped for anew with each prompt would else be lost with each.
+    """
+    lost = state.spent @ (costs[: L + 1] / costs[0] - 1) - state.gained
+    if costs.shape[0] > L + 1:
+      lost = lost + state.late * costs[L + 1] / costs[0]
+    lost = jnp.where(running, lost, 0).sum()
+    return jnp.where(lost > budget * _WINDOW * running.sum(), 0.0, prior)
+
+  def gains(state, hoped):
     """Returns `[B, L]` expected tokens beyond the first where one is proposed.
 
     Depths that were not tried are thought well of: where a depth is nearly
@@ -155,11 +179,11 @@ def cost(
     well stays where it is.
     """
     rates: list[Array] = []
-    before: Array | float = prior
+    before = hoped
     for i in range(L):
-      before = prior if depth_L[i] == 1 else before
+      before = hoped if depth_L[i] == 1 else before
       rate = estimate(state.hits[:, i], state.chances[:, i], before)
-      before = jnp.maximum(prior, rate)
+      before = jnp.maximum(hoped, rate)
       rates.append(rate)
     rate_BL = jnp.stack(rates, -1)
     return jnp.concatenate(
@@ -181,7 +205,8 @@ def cost(
     somebody = (1 - jnp.prod(1 - wide, 0))[way_L]
     step = plain + somebody * (deep - plain)  # [L], where nothing waits
     spent = step + catch_up / probe
-    rate = (rows + (offer[:, way_L] * gains(state)).sum(0)) / spent
+    hoped = hope(state, running, costs)
+    rate = (rows + (offer[:, way_L] * gains(state, hoped)).sum(0)) / spent
     best = jnp.argmax(rate)
     pays = rate[best] > rows / plain * (1 + margin)
     usual = jnp.where(pays, spent[best], plain)
@@ -233,6 +258,8 @@ def cost(
     read = (jnp.arange(L + 1)[None] == deepest) & running[:, None]
     with_all = asked & (way == 0)
     late = jnp.where(with_all, state.behind, 0).max()
+    old = jnp.where(running, 1 - 1 / _WINDOW, 1.0)
+    more = jnp.where(running, outcome.num_tokens - 1, 0)
     return dataclasses.replace(
       state,
       hits=state.hits * fade + accepted,
@@ -245,6 +272,9 @@ def cost(
       ),
       asked_at=state.asked_at + at,
       reads_at=state.reads_at + read,
+      spent=state.spent * old[:, None] + read,
+      gained=state.gained * old + more,
+      late=state.late * old + jnp.where(running, late, 0),
       behind=jnp.where(with_all, 0, state.behind + outcome.num_tokens),
       caught_up=state.caught_up + jnp.where(running, late, 0),
       num_probes=state.num_probes + probed,

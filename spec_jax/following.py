@@ -2,9 +2,10 @@
 
 A machine does not stay as it was when its costs were measured: where others
 share its memory bus, a pass over one token may take half as long again for some
-minutes while a wide one, bound by arithmetic, takes what it took. What pays
-changes with that. Every call of a run tells its seconds, and now and then one
-is made to look at the kind of step that the others do not show.
+minutes while a wide one, bound by arithmetic, takes what it took; where they
+take a core, both take longer. What pays changes with that. Every call of a run
+tells its seconds, and now and then one is made to look at the kind of step that
+the others do not show.
 """
 
 from collections import deque
@@ -106,12 +107,29 @@ class _Calls(NamedTuple):
     )
 
 
+class _Alone(NamedTuple):
+  """Since when one kind of step alone is shown: what was known then.
+
+  Attributes:
+    kind: which.
+    factor: its own.
+    others: the last factors of the other kind.
+    num: calls since.
+  """
+
+  kind: int
+  factor: float
+  others: tuple[float, ...]
+  num: int = 0
+
+
 class CostFollower:
   """Scales measured costs by what the calls of a run take.
 
   Two factors are followed: of a step without a draft, and of one with, at
   whatever level. A call with (nearly) no draft moves the first, one with many
-  the second.
+  the second. While only one kind is shown the other is thought to move with it,
+  as when somebody else takes a core, until it is looked at.
 
   Attributes:
     num_looks: calls that were made to look.
@@ -129,6 +147,7 @@ class CostFollower:
     self._levels, self._call_s = levels, call_s
     self._catches_up = len(costs) > levels.num + 1
     self._factors = [deque([1.0] * _CALLS, _CALLS) for _ in range(2)]
+    self._alone = _Alone(0, 1.0, (1.0,) * _CALLS)
     self._unseen_s = [0.0, 0.0]  # since a kind of step was shown
     self._since_look_s = [0.0, 0.0]
     self._usual = 0  # the level drafted most
@@ -210,9 +229,16 @@ class CostFollower:
       return False
     kind = int(share >= _MUCH)
     factor = (calls.seconds - expected[1 - kind]) / measured[kind]
-    old = self.factors
+    old, other = self.factors, 1 - kind
+    pure = not _LITTLE < share < 1 - _LITTLE
+    if not pure or kind != self._alone.kind:
+      self._alone = _Alone(kind, old[kind], tuple(self._factors[other]))
     self._factors[kind].append(float(np.clip(factor, 1 / _MOST, _MOST)))
     self._unseen_s[kind] = 0.0
+    self._alone = self._alone._replace(num=self._alone.num + 1)
+    if pure and self._alone.num >= _CALLS:
+      moved = self.factors[kind] / self._alone.factor
+      self._factors[other].extend(x * moved for x in self._alone.others)
     return self.factors != old
 
   def _price(self, kind: int, costs: Sequence[float]) -> float:

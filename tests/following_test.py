@@ -82,6 +82,29 @@ def test_both_kinds_of_steps_are_followed(at):
   assert machine.follower.num_looks > 0
 
 
+@pytest.mark.parametrize("at", [(20, 0, 0), (0, 0, 20)])
+def test_what_is_not_looked_at_moves_along(at):
+  """Twice as fast in all: the other kind of step is, before it is looked at.
+
+  What it was relative to this kind was right when both were seen last.
+  """
+  much = (0.0, 2.0, 4.0)  # so that a look would lose a lot
+  accepted = much if at[2] else (0.0, 0.0, 0.0)
+  machine = Machine([*COSTS[:3], 0.001], accepted=accepted)
+  machine.call(8, 0, 8)
+  other = [20 * (x == 0) for x in at]
+  machine.plain, machine.deep = 1.5, 1.2
+  for _ in range(3):
+    machine.call(*other)
+    machine.call(*at)
+  machine.plain, machine.deep = 0.75, 0.6
+  looks = machine.follower.num_looks
+  for _ in range(3):
+    machine.call(*at)
+  assert machine.follower.num_looks == looks
+  np.testing.assert_allclose(machine.follower.factors, (0.75, 0.6), rtol=1e-3)
+
+
 def test_a_draft_that_had_to_catch_up_is_no_dearer():
   """Ten tokens are caught up with in each call: as dear as a step."""
   machine = Machine()

@@ -1,5 +1,7 @@
 """Tests of the length policies; that the law stays is laws_test.py's."""
 
+import dataclasses
+
 import fakes
 import jax
 import jax.numpy as jnp
@@ -200,6 +202,42 @@ def test_a_draft_that_fell_behind_is_asked_again_at_the_next_prompt():
   state = state.replace(idle=jnp.array([[25]]), behind=jnp.array([20]))
   assert depths(policy, state, [1.0, 1.2, 0.01]) == [1]
   assert depths(policy, state, costs) == [0]
+
+
+def test_hope_ends_where_it_has_lost_its_budget():
+  """Short prompts without use for drafts: they are not all tried anew.
+
+  Each step in vain costs .6 more: 1 % of the last 200 steps is 2 steps.
+  """
+  policy = cost(2, budget=0.01)
+  costs = jnp.array([1.0, 1.6, 1.7])
+
+  @jax.jit
+  def run(state):
+    def step(state, i):
+      state = jax.lax.cond(i % 30 == 0, policy.restart, lambda x: x, state)
+      asked = policy.level(state, jnp.ones((1,), bool), costs)
+      none = jnp.zeros((1, 2), bool)
+      drafted = none.at[:, 0].set(asked > 0)
+      done = Outcome(
+        asked=asked,
+        running=jnp.ones((1,), bool),
+        chance=drafted,
+        accepted=none,
+        widened=drafted[:, 0],
+        num_tokens=jnp.ones((1,), jnp.int32),
+      )
+      return policy.update(state, done), asked[0]
+
+    return jax.lax.scan(step, state, jnp.arange(600))
+
+  state, asked = run(policy.init(1))
+  lost = 0.6 * np.count_nonzero(asked)
+  assert 5 < lost < 0.03 * 600
+  # Of a row that draws well hope is no question.
+  good = jnp.full((1, 2), 1e3)
+  state = dataclasses.replace(state, hits=good, chances=good)
+  assert depths(policy, state, costs.tolist()) == [2]
 
 
 def test_a_prompt_without_use_for_drafts_does_not_forbid_the_next():

@@ -315,9 +315,14 @@ class Batches:
 
 
 def hold_out(
-  examples: Sequence[Example], count: int
+  examples: Sequence[Example], count: int, setting: str = "eval.prompts"
 ) -> tuple[list[Example], list[Example]]:
   """Splits off `count` prompts, evenly spread, for the real decoder.
+
+  Args:
+    examples: all there are.
+    count: prompts to hold out.
+    setting: where that is set, for messages.
 
   Returns:
     Examples to learn from, none with a prompt that is held out, and one example
@@ -332,7 +337,7 @@ def hold_out(
   prompts = list(first)
   if not 0 <= count < len(prompts):
     raise DataError(
-      f"{count} examples are to be held out (eval.prompts), the data has "
+      f"{count} examples are to be held out ({setting}), the data has "
       f"{len(prompts)} prompts"
     )
   chosen = [prompts[i * len(prompts) // count] for i in range(count)]

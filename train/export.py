@@ -29,7 +29,10 @@ def main() -> int:
     loaded = spec_jax.load(_MODEL.value, cpu_kernel="off")
     heads, params = pairing.resolve_draft(loaded, _DRAFT.value)
     if not isinstance(heads, Heads):
-      raise UserError(f"{_DRAFT.value} holds no heads")
+      raise UserError(
+        f"{_DRAFT.value} holds layers, no heads: nobody has published a layout "
+        "for them"
+      )
     try:
       path = write_public(_OUT.value, heads, params, loaded)
     except OSError as error:

@@ -61,6 +61,7 @@ def main() -> int | None:
   if not _RUNS.value or not _PLOT.value:
     raise UserError("--runs and --out are needed")
   plot(_RUNS.value, _PLOT.value)
+  print(f"{', '.join(_RUNS.value)} in {_PLOT.value}")
   return 0
 
 
