@@ -92,7 +92,7 @@ def test_what_is_not_looked_at_moves_along(at):
   accepted = much if at[2] else (0.0, 0.0, 0.0)
   machine = Machine([*COSTS[:3], 0.001], accepted=accepted)
   machine.call(8, 0, 8)
-  other = [20 * (x == 0) for x in at]
+  other = at[::-1]
   machine.plain, machine.deep = 1.5, 1.2
   for _ in range(3):
     machine.call(*other)
