@@ -97,12 +97,14 @@ def cost(
     levels: of the drafter.
     probe: steps without a draft after which one is tried, at least.
     budget: fraction of the time that such tries may lose, as if they were in
-      vain.
+      vain; and as much again what is hoped for without being known.
     margin: drafting must promise so much more than not drafting, as a
       fraction: what costs and chances are uncertain by.
     memory: chances after which an estimate has forgotten all but 1/e.
     prior: chance of acceptance before anything is known, of this row or of
-      the others; below a depth that does better, that depth's.
+      the others; below a depth that does better, that depth's. While drafting
+      has lost more than `budget` of the last 200 steps, it is 0: then only what
+      is known counts, and what a probe finds.
     carry: weight of what is known of a row at its next prompt: after one
       without use for drafts the next shall soon have its own say.
     follow: whether costs that were measured are followed while an engine

@@ -21,6 +21,9 @@ _READ = 4096  # tokens read to measure, all rows together, if that is enough
 _EVERY = 8
 # Tokens a draft model is left behind to measure what catching up costs.
 _BEHIND = 16
+# Steps of a call where one step would tell too much: the first finds nothing
+# near, what was in the caches of the processor being other data.
+_STEPS = 4
 
 
 def num_costs(drafter: Drafter) -> int:
@@ -59,8 +62,14 @@ def measure_costs(
   levels is measured at each. Where parts of a drafter serve by turns, so does a
   prompt without repetition, and the dearer step counts: which part will serve
   is not known when the depth is chosen. For a drafter that `catches_up`, one
-  step is also taken after some without a draft. What a call takes for no step
-  is subtracted: it moves the state in and out, which the steps of a run share.
+  step is also taken after some without a draft.
+
+  A call moves the state in and out, and its first step finds none of it near;
+  in a run many steps share that. So a step is what a call of four takes more
+  than a call of one, a third of it: a step without a draft, and one with where
+  the drafter `fills` (which by then reads what was accepted). Others may have
+  nothing to propose in a second step: of their first is taken off what is too
+  much in a first step without a draft.
 
   Args:
     engine: an `Engine` whose policy needs costs.
@@ -80,13 +89,14 @@ def measure_costs(
   num = max(_PROMPT, min(tokens, _READ // B))
   num = max(2, min(num, config.slots - K - late - 2))
   late = max(0, min(late, config.slots - num - K - 2))
+  steps = min(_STEPS, max(1, (config.slots - num - late - 2) // (K + 1)))
 
   def after_prompt(period):
     """Returns the state of rows that have read `0, 1, .. period - 1, 0 ..`."""
     period = min(period, engine.model.config.vocab_size)
     job = Job(
       [i % period for i in range(num)],
-      Settings(max_new_tokens=K + late + 1, stop_ids=()),
+      Settings(max_new_tokens=steps * (K + 1) + late + 1, stop_ids=()),
       (0,),
     )
     state = programs.empty()
@@ -118,38 +128,53 @@ def measure_costs(
     [s.start + d for d in sorted({min(d, deepest) for d in depths if d})]
     for s, deepest in zip(levels.slices(), levels.depths, strict=True)
   ]
-  times: dict[int, list[list[float]]] = {
-    level: [[] for _ in states] for level in sum(measured, [0])
-  }
-  caught_up: list[float] = []
-  calls: list[float] = []
+  every_level = sum(measured, [0])
+  several = [level for level in every_level if drafter.fills or not level]
   behind = take(states[-1], 0, late)[0] if late else None
+  # What is called: a state, a level, and steps.
+  calls: dict[Any, tuple] = {"call": (states[0], 0, 0)}
+  for i, state in enumerate(states):
+    calls |= {(level, 1, i): (state, level, 1) for level in every_level}
+    calls |= {(level, steps, i): (state, level, steps) for level in several}
+  if late:
+    calls["behind"] = (behind, 1, 1)
+  times: dict[Any, list[float]] = {name: [] for name in calls}
   for round_ in range(rounds + 1):  # the first warms up
-    seconds = take(states[0], 0, 0)[1]
-    if round_:
-      calls.append(seconds)
-    for level, found_of in times.items():
-      for state, found in zip(states, found_of, strict=True):
-        seconds = take(state, level)[1]
-        if round_:
-          found.append(seconds)
-    if late:
-      seconds = take(behind, 1)[1]
+    for name, (state, level, num) in calls.items():
+      seconds = take(state, level, num)[1]
       if round_:
-        caught_up.append(seconds)
-  call = np.median(calls)
-  # Never below a tenth of what was measured, whatever else the machine did.
-  dearest = {
-    level: max(np.median(t) for t in found) for level, found in times.items()
+        times[name].append(seconds)
+  took = {name: float(np.median(x)) for name, x in times.items()}
+
+  def longest(level, num):
+    """Returns what the call took with the prompt where it takes longest."""
+    return max(took[level, num, i] for i in range(len(states)))
+
+  def step_of(level):
+    """Returns what one more step of a call takes, of those taken several of.
+
+    Never below a tenth of what was measured, whatever else the machine did.
+    """
+    one = longest(level, 1)
+    if steps == 1:
+      return max(one - took["call"], one / 10)
+    return max((longest(level, steps) - one) / (steps - 1), one / 10)
+
+  call = took["call"]
+  first = max(longest(0, 1) - step_of(0), call)
+  medians = {
+    level: step_of(level)
+    if level in several
+    else max(longest(level, 1) - first, longest(level, 1) / 10)
+    for level in every_level
   }
-  medians = {level: max(t - call, t / 10) for level, t in dearest.items()}
-  costs = [float(medians[0])]
+  costs = [medians[0]]
   for s, at in zip(levels.slices(), measured, strict=True):
     rising = np.maximum.accumulate([medians[level] for level in (0, *at)])
     every = range(s.start + 1, s.stop + 1)
     costs += np.interp(every, [s.start, *at], rising).tolist()
   if not drafter.catches_up:
-    return costs, float(call)
-  extra = (np.median(caught_up) - call - costs[1]) / late if late else 0.0
+    return costs, call
+  extra = (took["behind"] - longest(1, 1)) / late if late else 0.0
   # Never free: less than a thousandth of a step cannot be measured.
-  return [*costs, max(float(extra), costs[0] / 1000)], float(call)
+  return [*costs, max(extra, costs[0] / 1000)], call

@@ -359,7 +359,7 @@ def test_what_is_out_of_range_is_named(name, options, message):
 # --- in an engine -----------------------------------------------------------
 
 
-def engine(policy, costs=None, drafter="vanilla", batch=2, **options):
+def engine(policy, costs=None, drafter="vanilla", batch=2, slots=48, **options):
   model, params = fakes.tiny()
   asks = drafter in ("vanilla", "first_of")
   draft = fakes.tiny(seed=1) if asks else (None, None)
@@ -368,7 +368,7 @@ def engine(policy, costs=None, drafter="vanilla", batch=2, **options):
     policy=policy,
     policy_options=tuple(sorted(options.items())),
     batch_size=batch,
-    slots=48,
+    slots=slots,
   )
   return Engine(
     model,
@@ -472,6 +472,29 @@ def test_what_a_call_takes_is_no_cost_of_a_step(monkeypatch):
   monkeypatch.setattr(machine, "timed", run)
   found, call_s = measure_costs(machine)
   np.testing.assert_allclose(found, [1, 2, 3, 4, 5, 0.5], rtol=1e-6)
+  assert call_s == 7
+
+
+@pytest.mark.parametrize("drafter", ["vanilla", "prompt_lookup"])
+def test_what_a_first_step_takes_more_is_no_cost_of_a_step(
+  drafter, monkeypatch
+):
+  """Calls of 7 seconds whose first step finds nothing near, for 2 more."""
+  machine = engine("cost", drafter=drafter, slots=160)
+  truly, decode = machine.timed, machine.programs.decode
+
+  def run(program, *args):
+    if program is not decode:
+      return truly(program, *args)
+    copy, steps, _ = args
+    depth = int(copy.policy.force.max())
+    out, _ = truly(program, *args)
+    return out, 7 + 2 * (int(steps) > 0) + int(steps) * (1 + depth)
+
+  monkeypatch.setattr(machine, "timed", run)
+  found, call_s = measure_costs(machine)
+  K = machine.depth
+  np.testing.assert_allclose(found[: K + 1], 1 + np.arange(K + 1), rtol=1e-6)
   assert call_s == 7
 
 
