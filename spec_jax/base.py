@@ -362,7 +362,7 @@ class Outcome:
       accepted path.
     accepted: `[B, K]` bool, depth `i + 1` was accepted.
     widened: `[B]` bool, whether the target read more nodes than the root for
-      this row.
+      this row, or a draft model was asked.
     num_tokens: `[B]` int32, tokens committed.
     cheap: what the nodes of `Draft.cheap` alone had come to, as
       (chance, accepted, widened); None = there are none.

@@ -152,6 +152,9 @@ def make_step(
     live = jnp.arange(K + 1)[None] < num[:, None]
     got = levels.join(way, max_depth)
     outcome = _outcome(draft, verdict, kept, got, running)
+    if drafter.catches_up:  # a model was asked, even if it proposed nothing
+      widened = outcome.widened | ((way == 0) & (max_depth > 0))
+      outcome = dataclasses.replace(outcome, widened=widened)
     if drafter.taps is not None:
       path = jnp.maximum(kept.path, 0)
       kept = dataclasses.replace(kept, hidden=take_nodes(output.hidden, path))

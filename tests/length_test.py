@@ -521,6 +521,29 @@ def test_the_dearer_part_is_measured_where_parts_serve_by_turns(monkeypatch):
   np.testing.assert_allclose(found[-1], 0.5)
 
 
+def test_a_model_that_proposes_nothing_is_not_free():
+  """It took its time: the policy counts the step as one with a draft."""
+  model, params = fakes.tiny()
+  silent = fakes.tiny(seed=1)
+  rig = fakes.Rig(
+    (model, params),
+    "vanilla",
+    draft=silent,
+    options={"num_draft": 2},
+    policy=length.cost(Levels((2,)))._replace(
+      # The draft is never sure enough to propose.
+      extend=lambda state, law: jnp.zeros(law.shape[:-1], bool)
+    ),
+    slots=32,
+    use=fakes.GREEDY,
+  )
+  state = rig.start([[1, 2, 3]], Settings(max_new_tokens=4))
+  state, info = rig.step(rig.params, state)
+  assert not info.num_drafted.any()
+  assert int(state.policy.reads_at[0, 1:].sum()) == 1
+  assert state.policy.idle.tolist() == [[0]]
+
+
 def test_costs_that_do_not_fit_are_refused():
   with pytest.raises(ValueError, match="6 costs above 0 are needed"):
     engine("cost", [1.0, 2.0])
