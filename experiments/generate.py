@@ -375,6 +375,8 @@ def _generate(config, settings: Settings, mesh, texts, out) -> int:
       greedy = config.sampling.temperature == 0
       must_agree = programs.same_text(greedy=greedy)
       show.table(reports, finished, load_s, must_agree)
+    elif finished:
+      print("nothing was left to do")
     if out:
       summary = {"load_s": load_s, "reports": reports}
       out.write_manifest({**manifest, **summary})

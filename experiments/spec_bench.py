@@ -434,13 +434,8 @@ def main() -> int:
     lines = list(out.done.values())
   table = summary.markdown(lines)
   print(table)
-  for said in (
-    summary.report_bars(lines),
-    summary.report_oracle(lines),
-    summary.report_varied(lines),
-  ):
-    if said:
-      print(said)
+  told = summary.report_bars, summary.report_oracle, summary.report_varied
+  print("\n".join(filter(None, (report(lines) for report in told))))
   if _README.value:
     summary.write_between(Path(prompt_files.root("README.md")), table)
   if wrong := summary.wrong_texts(lines):

@@ -105,8 +105,7 @@ def test_a_finished_run_stays_as_it_is(command, tmp_path):
   before = out.read_bytes()
   ran = command(*words)
   assert ran.code == 0 and out.read_bytes() == before
-  assert cells(ran.out, "tokens emitted") == ["0", "0"]
-  assert "nan" not in ran.out
+  assert "nothing was left to do" in ran.out and "nan" not in ran.out
   json.loads(
     (tmp_path / "x.manifest.json").read_text(), parse_constant=pytest.fail
   )
