@@ -83,6 +83,13 @@ _LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
   "the default": ("merge", shipped.HEAD_OPTIONS),
 }
 
+# Passes of a draft in a step, where they are not as many as the tree is deep:
+# Medusa's heads read the same state at once, copies need none.
+_PASSES: dict[str, int] = {
+  "medusa": 1,
+  "merge": drafters.parse(shipped.HEAD_OPTIONS["second"])[1]["depth"],
+}
+
 # Shares of a target pass that must not be passed.
 DRAFTER_LIMIT, VERIFY_LIMIT = 0.02, 0.05
 
@@ -285,8 +292,7 @@ def learned_lines(
   for name, drafter in built.items():
     parts, one = parts_ms(ms, name), passes_ms[1]
     drafting, block = sum(parts.values()), passes_ms[drafter.num_nodes]
-    # Medusa's heads read the same state, all at once.
-    passes = 1 if _LEARNED[name][0] == "medusa" else drafter.depth
+    passes = _PASSES.get(_LEARNED[name][0], drafter.depth)
     lines.append(
       {
         "draft": name,

@@ -72,18 +72,19 @@ def test_a_share_is_without_the_call_and_against_one_pass():
 
 
 def test_a_cost_ratio_is_of_one_pass_of_the_draft():
-  """4 passes of 1 ms and .4 for the text, in a pass of 20; a block takes 22."""
+  """4 ms of passes and .4 for the text, in a pass of 20; a block takes 22."""
   overheads = fresh("overheads")
-  names = "distilled layers, chain of 4", "Medusa heads, tree"
+  names = "distilled layers, chain of 4", "Medusa heads, tree", "the default"
   ms = {}
   for name in names:
     for part, value in (("propose", 4.1), ("update", 0.5)):
       ms |= {(name, part): value, (name, f"{part} call"): 0.1}
-  sizes = types.SimpleNamespace(num_nodes=5, depth=4)
-  chain, heads = overheads.learned_lines(
+  sizes = types.SimpleNamespace(num_nodes=5, depth=7)
+  chain, heads, merged = overheads.learned_lines(
     ms, dict.fromkeys(names, sizes), {1: 20.0, 5: 22.0}
   )
-  assert chain["cost_ratio"] == pytest.approx(0.05)
+  assert chain["cost_ratio"] == pytest.approx(0.2 / 7)
+  assert merged["cost_ratio"] == pytest.approx(0.05)  # the head's 4 passes
   assert heads["cost_ratio"] == pytest.approx(0.2)  # all heads at once
   assert chain["share"] == pytest.approx(0.22)
   assert chain["step"] == pytest.approx(1.32)
