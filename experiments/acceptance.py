@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from experiments import (
   bench_summary as summary,
+  checks,
   launch,
   prompts as prompt_files,
   results,
@@ -30,7 +31,7 @@ from experiments import (
 from experiments.bench_engines import PLAIN
 from spec_jax import Settings, metrics
 from spec_jax.generate import Completion, make_engine, read_shared, run
-from spec_jax.work import Work, plan
+from spec_jax.work import Work
 
 _ROWS = flags.DEFINE_integer("rows", 8, "Prompts that are decoded together.")
 
@@ -113,8 +114,8 @@ def decode(loaded, work: Work, case: Mapping[str, Any], title: str):
 def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
   """Returns a table: tokens a step by case, subtask and temperature.
 
-  `all` and `varied` leave edits out; `by depth` is how often each depth was
-  accepted where the one before was.
+  `varied` leaves edits out too; `accepted by depth` is how often each depth was
+  where the one before was.
   """
   columns = list(lines[0]["by_subtask"])
   text = [
@@ -144,8 +145,7 @@ def _key(line: Mapping[str, Any]) -> tuple[str, float]:
 def main() -> int:
   """Measures what the file lacks; returns 1 if a text is wrong."""
   given = flags.FLAGS
-  if _ROWS.value < 1:
-    raise launch.UserError(f"rows must be at least 1, got {_ROWS.value}")
+  checks.at_least(1, _ROWS)
   if given.write_readme:
     raise launch.UserError("--write_readme is for experiments.spec_bench")
   command = "experiments.acceptance"
@@ -169,12 +169,10 @@ def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
   given = flags.FLAGS
   named = [(task, text) for task, items in tasks.items() for _, text in items]
   texts = [text for _, text in named]
-  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
   settings = Settings(
     temperature=temperature, max_new_tokens=given.max_new_tokens
   )
-  work = plan(loaded, chats, settings, given.seed)
-  prompt_files.check_fits(loaded, work, 0)
+  work = prompt_files.work_of(loaded, texts, settings, seed=given.seed)
   usable = spec_bench.usable_cases(loaded, work, given.cases)
   # A policy drafts as deep as pays here: of seconds, not of counts.
   fixed = {n: case for n, case in usable.items() if "policy" not in case}

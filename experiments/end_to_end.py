@@ -26,7 +26,7 @@ from experiments import (
 )
 from spec_jax import Settings, drafters, hub, length, metrics, shipped
 from spec_jax.generate import make_engine, run
-from spec_jax.work import Work, plan
+from spec_jax.work import Work
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -36,19 +36,6 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Counted rounds.")
 _TOKENS = flags.DEFINE_integer("tokens", 128, "Tokens of an answer at most.")
 _ROWS = flags.DEFINE_multi_integer("rows", [1, 8], "Batch sizes.")
 _SLOTS = 512
-
-
-def work_of(loaded, prompts: list[str]) -> Work:
-  """Returns the prompts as jobs, one each.
-
-  Raises:
-    UserError: if one does not fit.
-  """
-  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
-  with launch.user_errors():
-    work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
-  prompt_files.check_fits(loaded, work, _SLOTS)
-  return work
 
 
 def measure(loaded, work: Work, rows: int) -> dict[str, Any]:
@@ -111,9 +98,10 @@ def main() -> None:
   checks.out_file(_OUT.value)
   opened = hub.inspect(_MODEL.value)
   checks.slots(opened.loaded, _SLOTS)
+  settings = Settings(max_new_tokens=_TOKENS.value)
   works = {
-    kind: work_of(opened.loaded, prompts)
-    for kind, prompts in prompt_files.bench_sets().items()
+    kind: prompt_files.work_of(opened.loaded, x, settings, slots=_SLOTS)
+    for kind, x in prompt_files.bench_sets().items()
   }
   loaded = opened.read()
   record: dict[str, Any] = {

@@ -16,7 +16,7 @@ ship for the model take, for each of their passes and for a whole step: the
 draft-to-target cost ratio `c` of Leviathan et al. 2023.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ from spec_jax.generate import make_engine
 from spec_jax.nodes import at_node, take_nodes
 from spec_jax.sampling import no_noise, warp
 from spec_jax.verify import verify
-from spec_jax.work import Work, plan
+from spec_jax.work import Work
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -94,15 +94,6 @@ _PASSES: dict[str, int] = {
 DRAFTER_LIMIT, VERIFY_LIMIT = 0.02, 0.05
 
 
-def chosen() -> list[str]:
-  """Returns the names, of `_LEARNED` and of drafters, that are to be timed.
-
-  Raises:
-    UserError: if there is none.
-  """
-  return checks.matching(_DRAFTERS, [*drafters.names(), *_LEARNED])
-
-
 def _plan(loaded: hub.Loaded) -> Work:
   """Returns the prompt that drafters read, checked with the flags.
 
@@ -110,10 +101,9 @@ def _plan(loaded: hub.Loaded) -> Work:
     UserError: if it does not fit, or the index is none of the model's.
   """
   prompt = prompt_files.bench_sets()["edit"][0]
-  chats = prompt_files.with_template(loaded.tokenizer, [prompt], "auto", "")
   settings = Settings(max_new_tokens=_TOKENS, stop_ids=())
+  work = prompt_files.work_of(loaded, [prompt], settings)
   with launch.user_errors():
-    work = plan(loaded, chats, settings, 0)
     if _CORPUS.value:
       index = corpus.load(_CORPUS.value)
       if index.tokenizer != loaded.hashes.get("tokenizer"):
@@ -194,7 +184,7 @@ def with_calls(name: str, engine: Engine, job: Any) -> dict:
 
 
 def learned_pieces(
-  loaded, work: Work
+  loaded, work: Work, wanted: Sequence[str]
 ) -> tuple[dict[tuple[str, str], timing.Piece], dict[str, Drafter]]:
   """Returns (name, part) -> what is timed, and name -> drafter, of `_LEARNED`.
 
@@ -202,7 +192,6 @@ def learned_pieces(
   """
   found: dict[tuple[str, str], timing.Piece] = {}
   built: dict[str, Drafter] = {}
-  wanted = chosen()
   for name, (drafter, options) in _LEARNED.items():
     if name not in wanted:
       continue
@@ -225,7 +214,7 @@ def learned_pieces(
 
 
 def drafter_pieces(
-  loaded, work: Work
+  loaded, work: Work, wanted: Sequence[str]
 ) -> tuple[dict[tuple[str, str], timing.Piece], dict[str, int]]:
   """Returns (drafter, part) -> what is timed, and drafter -> nodes proposed.
 
@@ -234,7 +223,6 @@ def drafter_pieces(
   """
   found: dict[tuple[str, str], timing.Piece] = {}
   proposed: dict[str, int] = {}
-  wanted = chosen()
   for name in drafters.names():
     if name not in wanted:
       continue
@@ -339,17 +327,14 @@ def drafter_lines(ms: dict, pass_ms: float) -> list[dict[str, Any]]:
 def main() -> None:
   """Times everything in turn; prints and writes the shares."""
   checks.at_least(1, _ROUNDS)
-  chosen()
+  wanted = checks.matching(_DRAFTERS, [*drafters.names(), *_LEARNED])
   checks.out_file(_OUT.value)
-  with launch.user_errors():
-    if _CORPUS.value:
-      corpus.load(_CORPUS.value)
   opened = hub.inspect(_MODEL.value)
   work = _plan(opened.loaded)
   loaded = opened.read()
   model, params = loaded.model, loaded.params
-  parts, proposed = drafter_pieces(loaded, work)
-  learned, built = learned_pieces(loaded, work)
+  parts, proposed = drafter_pieces(loaded, work, wanted)
+  learned, built = learned_pieces(loaded, work, wanted)
   widths = {1, walk_cost.NUM_NODES} | {x.num_nodes for x in built.values()}
   cases: dict[Any, Callable[[], float]] = {
     ("pass", width): timing.pass_of(

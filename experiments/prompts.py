@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.launch import UserError
-from spec_jax.generate import Work
+from experiments.launch import UserError, user_errors
 from spec_jax.hub import Loaded
+from spec_jax.settings import Settings
+from spec_jax.work import Work, plan
 
 # An edit that copies most of its input, a chat question, and code.
 DEFAULT = (
@@ -171,6 +172,33 @@ def with_template(
     else p
     for p in prompts
   ]
+
+
+def work_of(
+  loaded: Loaded,
+  prompts: Sequence[Any],
+  settings: Settings,
+  *,
+  slots: int = 0,
+  seed: int = 0,
+) -> Work:
+  """Returns the prompts as jobs, through the model's template if it has one.
+
+  Args:
+    loaded: the target; its weights need not be read yet.
+    prompts: texts or messages.
+    settings: of all of them.
+    slots: tokens a row has room for; 0 = the model's context.
+    seed: of what is sampled.
+
+  Raises:
+    UserError: for a setting out of range, or a prompt that does not fit.
+  """
+  chats = with_template(loaded.tokenizer, prompts, "auto", "")
+  with user_errors():
+    work = plan(loaded, chats, settings, seed)
+  check_fits(loaded, work, slots)
+  return work
 
 
 def check_fits(loaded: Loaded, work: Work, slots: int) -> None:

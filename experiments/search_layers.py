@@ -44,7 +44,6 @@ from spec_jax.generate import generate
 from spec_jax.pairing import resolve_draft
 from spec_jax.sampling import warp
 from spec_jax.settings import in_use, to_arrays
-from spec_jax.work import plan
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file of the sets tried.")
@@ -263,13 +262,7 @@ def main() -> None:
   )
   with launch.user_errors():
     settings.check(loaded.model.config.vocab_size)
-    work = plan(
-      loaded,
-      prompt_files.with_template(loaded.tokenizer, prompts, "auto", ""),
-      settings,
-      _SEED.value,
-    )
-    prompt_files.check_fits(loaded, work, 0)
+  prompt_files.work_of(loaded, prompts, settings, seed=_SEED.value)
   fixed = {
     "command": "experiments.search_layers",
     "model": _MODEL.value,

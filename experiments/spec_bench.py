@@ -46,7 +46,7 @@ from spec_jax import (
   trained,
 )
 from spec_jax.generate import make_engine
-from spec_jax.work import Work, plan
+from spec_jax.work import Work
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OTHER = flags.DEFINE_string(
@@ -326,12 +326,10 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
   """Runs what the file does not hold yet."""
   named = [(task, *item) for task, items in tasks.items() for item in items]
   texts = [text for _, _, text in named]
-  chats = prompt_files.with_template(loaded.tokenizer, texts, "auto", "")
   commit = results.environment()["commit"]
   for temperature in _TEMPERATURES.value:
     settings = Settings(temperature=temperature, max_new_tokens=_TOKENS.value)
-    work = plan(loaded, chats, settings, _SEED.value)
-    prompt_files.check_fits(loaded, work, 0)
+    work = prompt_files.work_of(loaded, texts, settings, seed=_SEED.value)
     if any(len(job.ids) < 2 for job in work.jobs):
       raise UserError("a prompt of one token cannot be read beforehand")
     cases = usable_cases(loaded, work, _CASES.value)

@@ -30,7 +30,7 @@ from experiments import (
 from spec_jax import Settings, hub, metrics
 from spec_jax.engine import Engine
 from spec_jax.generate import make_engine, run
-from spec_jax.work import Work, plan
+from spec_jax.work import Work
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
@@ -102,19 +102,6 @@ def _fill(work: Work, rows: int) -> Work:
   """Repeats the prompts until each row has two at least."""
   times = -(-2 * rows // len(work.jobs))
   return work._replace(jobs=work.jobs * times, origin=work.origin * times)
-
-
-def work_of(loaded, prompts: Sequence[Any]) -> Work:
-  """Returns the prompts as jobs, one each.
-
-  Raises:
-    UserError: if one does not fit.
-  """
-  chats = prompt_files.with_template(loaded.tokenizer, prompts, "auto", "")
-  with launch.user_errors():
-    work = plan(loaded, chats, Settings(max_new_tokens=_TOKENS.value), 0)
-  prompt_files.check_fits(loaded, work, _SLOTS.value)
-  return work
 
 
 def measure(loaded, prompts: Work, rows: int) -> dict[str, Any]:
@@ -240,7 +227,11 @@ def main() -> None:
     sets = {Path(_PROMPTS.value).stem: prompt_files.read((), _PROMPTS.value)}
   opened = hub.inspect(_MODEL.value)
   checks.slots(opened.loaded, _SLOTS.value)
-  works = {kind: work_of(opened.loaded, x) for kind, x in sets.items()}
+  settings = Settings(max_new_tokens=_TOKENS.value)
+  works = {
+    kind: prompt_files.work_of(opened.loaded, x, settings, slots=_SLOTS.value)
+    for kind, x in sets.items()
+  }
   loaded = opened.read()
   lines: list[dict[str, Any]] = []
   record = {

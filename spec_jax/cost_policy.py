@@ -259,7 +259,7 @@ def cost(
     deepest = jnp.where(running[:, None], tried, 0).max()
     read = (jnp.arange(L + 1)[None] == deepest) & running[:, None]
     with_all = asked & (way == 0)
-    late = jnp.where(with_all, state.behind, 0).max()
+    late = jnp.where(running, jnp.where(with_all, state.behind, 0).max(), 0)
     old = jnp.where(running, 1 - 1 / _WINDOW, 1.0)
     more = jnp.where(running, outcome.num_tokens - 1, 0)
     return dataclasses.replace(
@@ -276,9 +276,9 @@ def cost(
       reads_at=state.reads_at + read,
       spent=state.spent * old[:, None] + read,
       gained=state.gained * old + more,
-      late=state.late * old + jnp.where(running, late, 0),
+      late=state.late * old + late,
       behind=jnp.where(with_all, 0, state.behind + outcome.num_tokens),
-      caught_up=state.caught_up + jnp.where(running, late, 0),
+      caught_up=state.caught_up + late,
       num_probes=state.num_probes + probed,
     )
 

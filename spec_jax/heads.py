@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax import kernels
 from spec_jax.base import Array, Model, PyTree
@@ -108,6 +109,12 @@ def words_axes(words: Words) -> dict[str, tuple]:
   if words.mapped:
     found["ids"] = (None,)
   return found
+
+
+def are_words(ids: np.ndarray, target_size: int) -> bool:
+  """Tells whether ids `[v]` rise within a target's vocabulary."""
+  inside = (ids >= 0).all() and (ids < target_size).all()
+  return bool(inside and (np.diff(ids) > 0).all())
 
 
 def check_heads(name: str, draft: Any, kind: str) -> Heads:

@@ -29,7 +29,7 @@ import numpy as np
 
 from spec_jax import eagle, medusa, models
 from spec_jax.builtin import sha256_of
-from spec_jax.heads import Words
+from spec_jax.heads import Words, are_words
 from spec_jax.hub import Loaded
 from spec_jax.safetensors_io import LoadError, Tensor, open_safetensors
 from spec_jax.trained import Card, flatten
@@ -328,7 +328,7 @@ def _words(
     raise LoadError(f"d2t has shape {d2t.shape}, the head knows {size} words")
   offsets = d2t.read(0, size).astype(np.int64)
   ids = np.arange(size) + offsets
-  if (ids < 0).any() or (ids >= vocab_size).any() or (np.diff(ids) <= 0).any():
+  if not are_words(ids, vocab_size):
     raise LoadError(
       f"d2t does not lead to {size} rising ids below {vocab_size}"
     )

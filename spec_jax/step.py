@@ -151,10 +151,9 @@ def make_step(
     num = kept.num_tokens
     live = jnp.arange(K + 1)[None] < num[:, None]
     got = levels.join(way, max_depth)
-    outcome = _outcome(draft, verdict, kept, got, running)
-    if drafter.catches_up:  # a model was asked, even if it proposed nothing
-      widened = outcome.widened | ((way == 0) & (max_depth > 0))
-      outcome = dataclasses.replace(outcome, widened=widened)
+    # A model that was asked took its time, even if it proposed nothing.
+    paid = (way == 0) & (max_depth > 0) & drafter.catches_up
+    outcome = _outcome(draft, verdict, kept, got, running, paid)
     if drafter.taps is not None:
       path = jnp.maximum(kept.path, 0)
       kept = dataclasses.replace(kept, hidden=take_nodes(output.hidden, path))
@@ -329,7 +328,12 @@ def _logprobs(logits_at, law_at, path, tokens, kind) -> Array:
 
 
 def _outcome(
-  draft: Draft, verdict: Verdict, kept: Verdict, asked: Array, running: Array
+  draft: Draft,
+  verdict: Verdict,
+  kept: Verdict,
+  asked: Array,
+  running: Array,
+  paid: Array,
 ) -> Outcome:
   """Says which depths had their chance; what was cut off does not count."""
   K = verdict.path.shape[1] - 1
@@ -348,7 +352,7 @@ def _outcome(
     running=running,
     chance=chance & live,
     accepted=(there >= 0) & live,
-    widened=wanted(draft).any(-1),
+    widened=wanted(draft).any(-1) | paid,
     num_tokens=kept.num_tokens,
     cheap=cheap,
   )

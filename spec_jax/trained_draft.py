@@ -66,8 +66,11 @@ class TrainedDraft(NamedTuple):
         for name, tensor in self.card.tensors.items()
       }
     )
-    if "ids" in own:
-      _check_ids(np.asarray(own["ids"]), loaded.model.config.vocab_size)
+    V = loaded.model.config.vocab_size
+    if "ids" in own and not heads_lib.are_words(np.asarray(own["ids"]), V):
+      raise LoadError(
+        f"ids of the draft's words must rise within [0, {V}), and do not"
+      )
     if isinstance(self.model, Heads):
       return build_heads(self.model, own, loaded, rounded=rounded)
     stacked = isinstance(target["layers"], dict)
@@ -80,19 +83,6 @@ class TrainedDraft(NamedTuple):
     own = _held_as(target, own, rounded)
     model = build_short(self.model.config, dtype, stacked)
     return model, {**target, **own}
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-  """Checks which of the target's tokens a draft's words are.
-
-  Raises:
-    LoadError: if they do not rise within its vocabulary.
-  """
-  inside = (ids >= 0).all() and (ids < vocab_size).all()
-  if not inside or (np.diff(ids) <= 0).any():
-    raise LoadError(
-      f"ids of the draft's words must rise within [0, {vocab_size}), and do not"
-    )
 
 
 class BuiltDraft(NamedTuple):

@@ -10,7 +10,6 @@ import pytest
 
 from spec_jax import length
 from spec_jax.base import Outcome
-from spec_jax.costs import measure_costs
 from spec_jax.engine import Engine
 from spec_jax.generate import Settings
 from spec_jax.levels import Levels
@@ -437,90 +436,6 @@ def test_a_run_broken_off_inside_a_step_takes_nothing_along(monkeypatch):
   assert texts(machine) == texts(engine("fixed", drafter="none"))
 
 
-def test_costs_are_measured_and_can_be_given_again():
-  machine = engine("cost")
-  first = texts(machine)
-  costs = machine.costs
-  assert len(costs) == 6 and min(costs) > 0
-  assert costs[:5] == sorted(costs[:5])
-  assert machine.timing.measure_s > 0
-  # Reading prompts and stepping: once each, measuring and later runs included,
-  # if another test has not compiled them already.
-  compiled = machine.num_compiles
-  assert compiled <= 2 and texts(machine) == first
-  assert machine.num_compiles == compiled
-  again = engine("cost", costs)
-  assert texts(again) == first and again.costs == costs
-  assert again.timing.measure_s == 0
-
-
-def test_what_a_call_takes_is_no_cost_of_a_step(monkeypatch):
-  """Steps of 1 + d seconds and .5 of catching up, in calls of 7 seconds."""
-  machine = engine("cost")
-  truly = machine.timed
-
-  def timed(program, copy, steps, until):
-    depth = int(copy.policy.force.max())
-    late = int(copy.policy.behind.max()) if depth else 0
-    out, _ = truly(program, copy, steps, until)  # the state is given away
-    return out, 7 + int(steps) * (1 + depth + late / 2)
-
-  def run(program, *args):
-    return timed(program, *args) if program is decode else truly(program, *args)
-
-  decode = machine.programs.decode
-  monkeypatch.setattr(machine, "timed", run)
-  found, call_s = measure_costs(machine)
-  np.testing.assert_allclose(found, [1, 2, 3, 4, 5, 0.5], rtol=1e-6)
-  assert call_s == 7
-
-
-@pytest.mark.parametrize("drafter", ["vanilla", "prompt_lookup"])
-def test_what_a_first_step_takes_more_is_no_cost_of_a_step(
-  drafter, monkeypatch
-):
-  """Calls of 7 seconds whose first step finds nothing near, for 2 more."""
-  machine = engine("cost", drafter=drafter, slots=160)
-  truly, decode = machine.timed, machine.programs.decode
-
-  def run(program, *args):
-    if program is not decode:
-      return truly(program, *args)
-    copy, steps, _ = args
-    depth = int(copy.policy.force.max())
-    out, _ = truly(program, *args)
-    return out, 7 + 2 * (int(steps) > 0) + int(steps) * (1 + depth)
-
-  monkeypatch.setattr(machine, "timed", run)
-  found, call_s = measure_costs(machine)
-  K = machine.depth
-  np.testing.assert_allclose(found[: K + 1], 1 + np.arange(K + 1), rtol=1e-6)
-  assert call_s == 7
-
-
-def test_the_dearer_part_is_measured_where_parts_serve_by_turns(monkeypatch):
-  """A prompt that repeats itself is served by lookup, another by the draft."""
-  machine = engine("cost", drafter="first_of")
-  truly, decode = machine.timed, machine.programs.decode
-
-  def run(program, *args):
-    if program is not decode:
-      return truly(program, *args)
-    copy, steps, _ = args
-    depth = int(copy.policy.force.max())
-    repeats = bool((copy.tokens[0, 8] == copy.tokens[0, 0]).all())
-    late = int(copy.policy.behind.max()) if depth else 0
-    out, _ = truly(program, *args)
-    each = 1 + depth * (1 if repeats else 3) + late / 2
-    return out, int(steps) * each
-
-  monkeypatch.setattr(machine, "timed", run)
-  found, _ = measure_costs(machine)
-  depth = machine.depth
-  np.testing.assert_allclose(found[:-1], 1 + 3 * np.arange(depth + 1))
-  np.testing.assert_allclose(found[-1], 0.5)
-
-
 def test_a_model_that_proposes_nothing_is_not_free():
   """It took its time: the policy counts the step as one with a draft."""
   model, params = fakes.tiny()
@@ -542,16 +457,6 @@ def test_a_model_that_proposes_nothing_is_not_free():
   assert not info.num_drafted.any()
   assert int(state.policy.reads_at[0, 1:].sum()) == 1
   assert state.policy.idle.tolist() == [[0]]
-
-
-def test_costs_that_do_not_fit_are_refused():
-  with pytest.raises(ValueError, match="6 costs above 0 are needed"):
-    engine("cost", [1.0, 2.0])
-  for wrong in (float("nan"), float("inf"), 0.0, 1e-50):
-    with pytest.raises(ValueError, match="6 costs above 0 are needed"):
-      engine("cost", [1.0, 1.0, 1.0, 1.0, wrong, 1.0])
-  with pytest.raises(ValueError, match="'fixed' takes no costs"):
-    engine("fixed", [1.0] * 5)
 
 
 def test_a_drafter_without_a_law_is_refused_where_one_is_needed():

@@ -298,21 +298,25 @@ def test_a_step_without_a_draft_reads_nothing_and_changes_nothing():
     assert fakes.outputs(state)[row] == replay(prompt, 6, 3, 3, 2)[0]
 
 
-def test_a_row_that_may_not_draft_keeps_its_window():
-  """Of two rows one has a token left: it is not read, the other is."""
-  drafter = build(window=3, ngram=3, guesses=2, pool=8)
+def two_rows(drafter, max_depth, tokens):
+  """Returns context, verdict and output: texts of ones, the target says 7."""
   context = Context(
     tokens=jnp.ones((2, SLOTS), jnp.int32),
     length=jnp.array([4, 4]),
     done=jnp.zeros((2,), bool),
-    max_depth=jnp.array([0, 2]),
+    max_depth=jnp.array(max_depth),
     sampling=Sampling(),
     counts=None,
   )
-  tokens = jnp.array([[3, -1, -1]] * 2)
-  verdict = Verdict(None, tokens, None, None, None, None, None)
+  verdict = Verdict(None, jnp.array(tokens), None, None, None, None, None)
   logits = jnp.zeros((2, drafter.num_nodes, 9)).at[:, :, 7].set(1)
-  output = Output(logits, hidden=None, block=None)
+  return context, verdict, Output(logits, hidden=None, block=None)
+
+
+def test_a_row_that_may_not_draft_keeps_its_window():
+  """Of two rows one has a token left: it is not read, the other is."""
+  drafter = build(window=3, ngram=3, guesses=2, pool=8)
+  context, verdict, output = two_rows(drafter, [0, 2], [[3, -1, -1]] * 2)
 
   @fakes.jit
   def step(context):
@@ -333,18 +337,7 @@ def test_a_window_that_was_not_read_stays():
   Of four tokens that were committed all trigrams are kept.
   """
   drafter = build(window=3, ngram=3, guesses=2, pool=8)
-  context = Context(
-    tokens=jnp.ones((2, SLOTS), jnp.int32),
-    length=jnp.array([4, 4]),
-    done=jnp.zeros((2,), bool),
-    max_depth=jnp.array([2, 2]),
-    sampling=Sampling(),
-    counts=None,
-  )
-  tokens = jnp.array([[3, 4, 5, 6, -1]] * 2)
-  verdict = Verdict(None, tokens, None, None, None, None, None)
-  logits = jnp.zeros((2, drafter.num_nodes, 9)).at[:, :, 7].set(1)
-  output = Output(logits, hidden=None, block=None)
+  context, verdict, output = two_rows(drafter, [2, 2], [[3, 4, 5, 6, -1]] * 2)
 
   @fakes.jit
   def step(context):

@@ -129,8 +129,9 @@ def test_a_draft_that_ships_makes_no_table_drafter(monkeypatch, capsys):
   monkeypatch.setattr(
     overheads, "make_engine", lambda *_, drafter, **__: pytest.fail(drafter)
   )
-  flags.FLAGS(["overheads", "--drafters=best_first|eagle|medusa|merge"])
-  overheads.drafter_pieces(None, None)
+  flags.FLAGS(["overheads"])
+  wanted = ["best_first", "eagle", "medusa", "merge"]
+  overheads.drafter_pieces(None, None, wanted)
   shown = capsys.readouterr().err
   for name in ("best_first", "eagle", "medusa", "merge"):
     assert f"left out: {name}: it takes a draft" in shown

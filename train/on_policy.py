@@ -12,7 +12,6 @@ Reference: Zhou et al. 2024 (DistillSpec), section 4; Agarwal et al. 2024 (GKD).
 """
 
 from collections.abc import Callable, Sequence
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.results import digest
 from spec_jax.base import PyTree
 from train.checks import at_least
 from train.data import Batches, DataError, Example, pack
@@ -64,8 +64,7 @@ class OnPolicyBatches:
     self._prompts = [list(p) for p in prompts if 0 < len(p) < length]
     if not self._prompts:
       raise DataError(f"no prompt is shorter than a row of {length} tokens")
-    said = json.dumps([list(map(int, p)) for p in self._prompts])
-    self._digest = hashlib.sha256(said.encode()).hexdigest()
+    self._digest = digest([list(map(int, p)) for p in self._prompts])
     self._fixed, self._sample = fixed, sample
     self._batch_size, self._length = batch_size, length
     self._refresh, self._each = refresh, min(prompts_each, len(self._prompts))
