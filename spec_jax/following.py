@@ -77,7 +77,10 @@ def seen(state: CostState, levels: Levels) -> Seen:
   )
   hits, chances, asks, offers, widens = (x.sum(0) for x in known)
   rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
-  offered, widened = (x / np.maximum(asks, 1.0) for x in (offers, widens))
+  # Parts, not counts: those of a way that rests fade with each prompt, so that
+  # divided by 1 at least a dear way would look free, and be looked at.
+  offered = np.divide(offers, asks, out=np.zeros_like(asks), where=asks > 0)
+  widened = np.divide(widens, asks, out=np.ones_like(asks), where=asks > 0)
   accepted = np.concatenate(
     [[0.0]]
     + [

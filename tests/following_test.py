@@ -177,6 +177,28 @@ def test_what_a_draft_brings_is_taken_from_what_was_counted():
   np.testing.assert_allclose(found.widened, [0, 1, 1, 0.75])
 
 
+def test_a_way_that_rests_for_some_prompts_stays_as_dear_as_it_was():
+  """Its counts fade with each prompt; the parts that they tell do not."""
+  policy = length.cost(Levels((1,)))
+  state = dataclasses.replace(
+    policy.init(1),
+    asks=jnp.array([[4.0]]),
+    offers=jnp.array([[2.0]]),
+    widens=jnp.array([[3.0]]),
+    chances=jnp.array([[2.0]]),
+    hits=jnp.array([[1.0]]),
+  )
+  for _ in range(5):
+    state = policy.restart(state)
+  assert state.asks.max() < 0.01
+  found = seen(state, Levels((1,)))
+  np.testing.assert_allclose(found.widened, [0, 0.75], rtol=1e-5)
+  np.testing.assert_allclose(found.accepted, [0, 0.25], rtol=1e-5)
+  # What was never asked is thought to be wide whenever it is.
+  new = seen(policy.init(1), Levels((1,)))
+  assert new.widened.tolist() == [0, 1] and new.accepted.tolist() == [0, 0]
+
+
 def test_a_step_that_found_nothing_to_propose_is_no_dearer():
   """Four tokens are proposed and accepted in each fourth step, for 2 steps.
 
