@@ -161,7 +161,7 @@ class Checkpoints:
         from it, whatever mesh it was saved on.
 
     Raises:
-      UserError: if the checkpoint is of another recipe or draft.
+      UserError: if the checkpoint is of another recipe or draft, or damaged.
     """
     step = self.latest()
     if step is None:
@@ -178,10 +178,12 @@ class Checkpoints:
           state=args.StandardRestore(shapes), extra=args.JsonRestore()
         ),
       )
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
       why = str(error).strip().partition("\n")[0][:200]
       raise UserError(
-        f"the checkpoint of step {step} does not fit this run: {why}"
+        f"the checkpoint of step {step} does not fit this run, or is damaged "
+        f"(without {self._manager.directory / str(step)} the one before it is "
+        f"taken): {why}"
       ) from error
     return found["state"], found["extra"]
 
