@@ -21,6 +21,7 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import (
+  bench_cases,
   bench_summary as summary,
   checks,
   launch,
@@ -49,7 +50,8 @@ _FIELDS = (
   "different",
 )
 
-flags.adopt_module_key_flags(spec_bench)  # for --help
+for _module in bench_cases, spec_bench:  # for --help
+  flags.adopt_module_key_flags(_module)
 
 
 def digest(ids: Sequence[int]) -> str:
@@ -173,7 +175,7 @@ def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
     temperature=temperature, max_new_tokens=given.max_new_tokens
   )
   work = prompt_files.work_of(loaded, texts, settings, seed=given.seed)
-  usable = spec_bench.usable_cases(loaded, work, given.cases)
+  usable = bench_cases.usable_cases(loaded, work, given.cases)
   # A policy drafts as deep as pays here: of seconds, not of counts.
   fixed = {n: case for n, case in usable.items() if "policy" not in case}
   if not fixed:
@@ -181,7 +183,7 @@ def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
       f"no case of --cases={given.cases!r} has a fixed length"
     )
   known = {k: x for k, x in out.done.items() if x["case"] != PLAIN}
-  spec_bench.check_arguments(known, fixed)
+  bench_cases.check_arguments(known, fixed)
   cases: dict[str, dict[str, Any]] = {PLAIN: {}, **fixed}
   for name, case in cases.items():
     if (name, temperature) in out.done:
@@ -192,8 +194,8 @@ def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
     plain = out.done.get((PLAIN, temperature), line)["texts"]
     line |= {
       "temperature": temperature,
-      "arguments": spec_bench.CASES.get(name, {}),
-      "draft_sha256": spec_bench.draft_hash(name),
+      "arguments": bench_cases.CASES.get(name, {}),
+      "draft_sha256": bench_cases.draft_hash(name),
       "other_draft": given.other_draft or None,
       "corpus": given.corpus or None,
       "commit": results.environment()["commit"],

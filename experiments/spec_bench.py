@@ -16,15 +16,14 @@ stays over the prompts, as in any run. Nothing else should run.
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import json
 from pathlib import Path
-import re
 from typing import Any
 
 from absl import flags
 from tqdm import tqdm
 
 from experiments import (
+  bench_cases,
   bench_summary as summary,
   bench_tasks,
   checks,
@@ -33,39 +32,21 @@ from experiments import (
   results,
   show,
 )
+from experiments.bench_cases import (
+  CASES,
+  check_arguments,
+  draft_hash,
+  usable_cases,
+)
 from experiments.bench_engines import Bench, Run
 from experiments.launch import UserError
 import spec_jax
-from spec_jax import (
-  Settings,
-  corpus,
-  drafters,
-  length,
-  metrics,
-  shipped,
-  trained,
-)
-from spec_jax.generate import make_engine
-from spec_jax.work import Work
+from spec_jax import Settings, corpus, length, metrics
 
-_MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "The target.")
-_OTHER = flags.DEFINE_string(
-  "other_draft", "", "A small model with another tokenizer, for cases with one."
-)
-_CORPUS = flags.DEFINE_string(
-  "corpus", "", "An index of a corpus, for cases with one."
-)
-_DRAFTS = flags.DEFINE_string(
-  "drafts",
-  "",
-  "Folder of trained drafts, distill, medusa and eagle, for cases with one; "
-  "those that ship if not given.",
-)
 _QUESTIONS = flags.DEFINE_string(
   "questions", "", "Spec-Bench's question.jsonl (category, turns)."
 )
 _OUT = flags.DEFINE_string("out", "", "JSON-lines file to write or go on with.")
-_CASES = flags.DEFINE_string("cases", "", "Regular expression: cases to run.")
 _PER_TASK = flags.DEFINE_integer(
   "prompts_per_task", 8, "Prompts of a subtask, evenly from the file."
 )
@@ -76,78 +57,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the sampled texts.")
 _README = flags.DEFINE_bool(
   "write_readme", False, "Write the table into README.md, between its markers."
 )
-
-# Stand for the values of the flags of these names.
-OTHER, CORPUS = "--other_draft", "--corpus"
-# Stands for a folder of trained drafts; "--drafts/eagle" for one of them.
-TRAINED = "--drafts"
-TRAINED_DRAFTS = _DISTILLED, _MEDUSA, _EAGLE = tuple(
-  f"{TRAINED}/{name}" for name in ("distill", "medusa", "eagle")
-)
-_COST, _INDEX = {"policy": "cost"}, {"corpus": CORPUS}
-_LOOKUP_AND = {"first": "prompt_lookup", "second": "recycling"}
-_CHAIN, _TREE = {"num_draft": 4}, {"tree": (4, 2, 1), "siblings": "top_k"}
-# Name -> keyword arguments of `make_engine`; a case is one line. Those whose
-# drafter has no file, or needs what is not there, are left out and said.
-CASES: dict[str, dict[str, Any]] = {
-  "lookup 3": {"drafter": "prompt_lookup", "options": {"num_draft": 3}},
-  "lookup 7": {"drafter": "prompt_lookup", "options": {"num_draft": 7}},
-  summary.DEFAULT: {"drafter": "prompt_lookup", "policy": "cost"},
-  "suffix cost": {"drafter": "suffix", "policy": "cost"},
-  "suffix corpus": {**_COST, "drafter": "suffix", "options": _INDEX},
-  "ngram cost": {**_COST, "drafter": "ngram", "options": _INDEX},
-  "recycling cost": {"drafter": "recycling", "policy": "cost"},
-  "lookahead cost": {"drafter": "lookahead", "policy": "cost"},
-  "first of cost": {**_COST, "drafter": "first_of", "options": _LOOKUP_AND},
-  "merge cost": {**_COST, "drafter": "merge", "options": _LOOKUP_AND},
-  "cascade cost": {"drafter": "cascade", "draft": 8, "policy": "cost"},
-  "8 layers cost": {"drafter": "vanilla", "draft": 8, "policy": "cost"},
-  "best first": {"drafter": "best_first", "draft": 8, "policy": "cost"},
-  "tli cost": {"drafter": "tli", "draft": OTHER, "policy": "cost"},
-  "slem cost": {"drafter": "slem", "draft": OTHER, "policy": "cost"},
-  "distilled chain": {
-    "drafter": "vanilla",
-    "draft": _DISTILLED,
-    "options": _CHAIN,
-  },
-  "distilled tree": {
-    "drafter": "vanilla",
-    "draft": _DISTILLED,
-    "options": _TREE,
-  },
-  "distilled best first": {
-    "drafter": "best_first",
-    "draft": _DISTILLED,
-    "options": {"num_nodes": 16, "depth": 5, "width": 4},
-  },
-  "distilled cost": {**_COST, "drafter": "vanilla", "draft": _DISTILLED},
-  "medusa chain": {
-    "drafter": "medusa",
-    "draft": _MEDUSA,
-    "options": {"tree": (1, 1, 1, 1)},
-  },
-  "medusa tree": {"drafter": "medusa", "draft": _MEDUSA},
-  "medusa cost": {**_COST, "drafter": "medusa", "draft": _MEDUSA},
-  "eagle chain": {"drafter": "eagle", "draft": _EAGLE, "options": _CHAIN},
-  "eagle tree": {"drafter": "eagle", "draft": _EAGLE},
-  "eagle cost": {**_COST, "drafter": "eagle", "draft": _EAGLE},
-  "lookup and eagle": {
-    "drafter": "merge",
-    "draft": _EAGLE,
-    "options": shipped.HEAD_OPTIONS,
-  },
-  "lookup and eagle 16": {
-    "drafter": "merge",
-    "draft": _EAGLE,
-    "options": {"first": "prompt_lookup", "second": "eagle"},
-  },
-  "lookup and eagle cost": {
-    **_COST,
-    "drafter": "merge",
-    "draft": _EAGLE,
-    "options": shipped.HEAD_OPTIONS,
-  },
-}
+flags.adopt_module_key_flags(bench_cases)  # for --help
 
 
 def line_of(
@@ -223,103 +133,8 @@ def run_subtask(
   }
 
 
-def trained_folder(name: str) -> str:
-  """Returns the folder of "--drafts/NAME", or "" if there is none.
-
-  A run of `train.main` serves too: its best is taken. Without the flag it is
-  the draft that ships for the model.
-  """
-  own = name.removeprefix(f"{TRAINED}/")
-  if not _DRAFTS.value:
-    try:
-      return str(shipped.folder_of(f"shipped:{_MODEL.value}/{own}"))
-    except spec_jax.LoadError:
-      return ""
-  folder = Path(_DRAFTS.value) / own
-  for place in (folder, folder / "best"):
-    if (place / trained.CARD).is_file():
-      return str(place)
-  return ""
-
-
-def draft_hash(case: str) -> str | None:
-  """Returns the hash of the weights of a case's trained draft, or None."""
-  name = CASES.get(case, {}).get("draft")
-  folder = trained_folder(name) if name in TRAINED_DRAFTS else ""
-  if not folder:
-    return None
-  card = json.loads((Path(folder) / trained.CARD).read_text("utf-8"))
-  return card["weights_sha256"]
-
-
-def usable_cases(
-  loaded: spec_jax.Loaded, work: Work, pattern: str
-) -> dict[str, dict[str, Any]]:
-  """Returns the cases that can run here, drafts loaded; says which cannot.
-
-  Raises:
-    UserError: if there is none.
-  """
-  given = {OTHER: _OTHER.value, CORPUS: _CORPUS.value}
-  given |= {name: trained_folder(name) for name in TRAINED_DRAFTS}
-  found = {}
-  for name, case in CASES.items():
-    if not re.search(pattern, name):
-      continue
-    made = {**case, "options": dict(case.get("options", {}))}
-    asked = [made.get("draft"), *made["options"].values()]
-    needs = {x for x in asked if isinstance(x, str) and x in given}
-    try:
-      if case["drafter"] not in drafters.names():
-        raise ValueError(f"there is no drafter {case['drafter']!r}")
-      if missing := sorted(x for x in needs if not given[x]):
-        raise ValueError(f"it needs {missing[0]}")
-      if made.get("draft") == OTHER:
-        made["draft"] = spec_jax.load(_OTHER.value)
-      if made.get("draft") in TRAINED_DRAFTS:
-        made["draft"] = given[made["draft"]]
-      if CORPUS in needs:
-        made["options"]["corpus"] = _CORPUS.value
-      make_engine(loaded, work, batch_size=1, **made)
-      found[name] = made
-    except (ValueError, spec_jax.LoadError) as error:
-      show.note(f"left out: {name}: {error}")
-  if not found:
-    raise UserError(f"no case of --cases={pattern!r} can run")
-  return found
-
-
 def _key(record) -> tuple[str, float, str]:
   return record["case"], float(record["temperature"]), record["subtask"]
-
-
-def check_arguments(done: Mapping[Any, Mapping], cases: Mapping) -> None:
-  """Checks that the lines there are were measured as the cases now say.
-
-  Raises:
-    UserError: naming the case that has changed.
-  """
-  given = {"other_draft": _OTHER.value or None, "corpus": _CORPUS.value or None}
-  for line in done.values():
-    case = line["case"]
-    wanted = CASES.get(case)
-    for name, value in given.items():
-      if case in cases and f"--{name}" in json.dumps(wanted):
-        if line[name] != value:
-          raise UserError(
-            f"case {case!r} was measured with --{name}={line[name]}, not "
-            f"{value}"
-          )
-    if case in cases and line.get("draft_sha256") != draft_hash(case):
-      raise UserError(
-        f"case {case!r} was measured with another draft than that of --drafts: "
-        f"take its lines out of the file"
-      )
-    if case in cases and line["arguments"] != json.loads(json.dumps(wanted)):
-      raise UserError(
-        f"case {case!r} was measured with {line['arguments']}, now it is "
-        f"{wanted}: give it another name or take its lines out of the file"
-      )
 
 
 def measure(out: results.ResultFile, loaded, tasks) -> None:
@@ -332,7 +147,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
     work = prompt_files.work_of(loaded, texts, settings, seed=_SEED.value)
     if any(len(job.ids) < 2 for job in work.jobs):
       raise UserError("a prompt of one token cannot be read beforehand")
-    cases = usable_cases(loaded, work, _CASES.value)
+    cases = usable_cases(loaded, work, bench_cases.PATTERN.value)
     check_arguments(out.done, cases)
     bench = Bench(loaded, work, cases)
     for task in tasks:
@@ -351,8 +166,8 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
           "questions": [named[n][1] for n in numbers],
           **line,
           "arguments": CASES[case],
-          "other_draft": _OTHER.value or None,
-          "corpus": _CORPUS.value or None,
+          "other_draft": bench_cases.OTHER_DRAFT.value or None,
+          "corpus": bench_cases.INDEX.value or None,
           "draft_sha256": draft_hash(case),
           "different": [named[n][1] for n in line["different"]],
         }
@@ -380,7 +195,7 @@ def opened(
   Raises:
     UserError: if a flag, the questions or a file cannot be used.
   """
-  checks.matching(_CASES, CASES)
+  checks.matching(bench_cases.PATTERN, CASES)
   with launch.user_errors():
     for temperature in _TEMPERATURES.value:
       Settings(
@@ -389,16 +204,16 @@ def opened(
         seed=_SEED.value,
         stop_ids=(),
       ).check(1)
-    if _CORPUS.value:
-      corpus.load(_CORPUS.value)
+    if bench_cases.INDEX.value:
+      corpus.load(bench_cases.INDEX.value)
   tasks = bench_tasks.read_tasks(_QUESTIONS.value, _PER_TASK.value)
   if not _OUT.value:
     raise UserError("give --out=FILE: it holds the lines, and resumes a run")
   checks.out_file(_OUT.value)
-  loaded = spec_jax.load(_MODEL.value)
+  loaded = spec_jax.load(bench_cases.MODEL.value)
   about = {
     "command": command,
-    "model": _MODEL.value,
+    "model": bench_cases.MODEL.value,
     "weights_sha256": spec_jax.hub.weights_hash(loaded),
     "max_new_tokens": _TOKENS.value,
     "seed": _SEED.value,
