@@ -85,11 +85,6 @@ CASES: dict[str, dict[str, Any]] = {
     "options": {"tree": (1, 1, 1, 1)},
   },
   "medusa tree": {"drafter": "medusa", "draft": _MEDUSA},
-  "medusa grown": {
-    "drafter": "medusa",
-    "draft": _MEDUSA,
-    "options": {"grows": True},
-  },
   "medusa cost": {**_COST, "drafter": "medusa", "draft": _MEDUSA},
   "eagle chain": {"drafter": "eagle", "draft": _EAGLE, "options": _CHAIN},
   "eagle tree": {"drafter": "eagle", "draft": _EAGLE},
