@@ -13,8 +13,6 @@ plain decoding's is compared with it. A run that was killed goes on.
 """
 
 from collections.abc import Mapping, Sequence
-import hashlib
-import json
 from typing import Any
 
 from absl import flags
@@ -54,11 +52,6 @@ for _module in bench_cases, spec_bench:  # for --help
   flags.adopt_module_key_flags(_module)
 
 
-def digest(ids: Sequence[int]) -> str:
-  """Returns a short hash of a text's ids, to compare it with another's."""
-  return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:12]
-
-
 def per_step(counts: Sequence[metrics.Counts]) -> float | None:
   """Returns tokens a step over some prompts, None if there is none."""
   return metrics.Counts.sum(counts).rates()["emitted_per_step"]
@@ -95,7 +88,8 @@ def line_of(
     },
     "varied": {"prompts": len(varied), "emitted_per_step": per_step(varied)},
     "text_must_agree": must_agree,
-    "texts": [digest(done.ids) for done in found],
+    # Short hashes, to compare texts with others'.
+    "texts": [results.digest(list(done.ids))[:12] for done in found],
   }
 
 
@@ -194,10 +188,7 @@ def measure(out: results.ResultFile, loaded, tasks, temperature: float) -> None:
     plain = out.done.get((PLAIN, temperature), line)["texts"]
     line |= {
       "temperature": temperature,
-      "arguments": bench_cases.CASES.get(name, {}),
-      "draft_sha256": bench_cases.draft_hash(name),
-      "other_draft": given.other_draft or None,
-      "corpus": given.corpus or None,
+      **bench_cases.recorded(name),
       "commit": results.environment()["commit"],
       "different": [i for i, x in enumerate(plain) if x != line["texts"][i]],
     }

@@ -174,33 +174,42 @@ def usable_cases(
   return found
 
 
+def recorded(case: str) -> dict[str, Any]:
+  """Returns what a line says of how its case was measured."""
+  return {
+    "arguments": CASES.get(case, {}),
+    "other_draft": OTHER_DRAFT.value or None,
+    "corpus": INDEX.value or None,
+    "draft_sha256": draft_hash(case),
+  }
+
+
 def check_arguments(done: Mapping[Any, Mapping], cases: Mapping) -> None:
   """Checks that the lines there are were measured as the cases now say.
 
   Raises:
     UserError: naming the case that has changed.
   """
-  given = {
-    "other_draft": OTHER_DRAFT.value or None,
-    "corpus": INDEX.value or None,
-  }
+  now = {case: recorded(case) for case in cases}
   for line in done.values():
     case = line["case"]
-    wanted = CASES.get(case)
-    for name, value in given.items():
-      if case in cases and f"--{name}" in json.dumps(wanted):
-        if line[name] != value:
-          raise UserError(
-            f"case {case!r} was measured with --{name}={line[name]}, not "
-            f"{value}"
-          )
-    if case in cases and line.get("draft_sha256") != draft_hash(case):
+    if case not in now:
+      continue
+    wanted = json.loads(json.dumps(now[case]))
+    for name in "other_draft", "corpus":
+      used = f"--{name}" in json.dumps(wanted["arguments"])
+      if used and line[name] != wanted[name]:
+        raise UserError(
+          f"case {case!r} was measured with --{name}={line[name]}, not "
+          f"{wanted[name]}"
+        )
+    if line.get("draft_sha256") != wanted["draft_sha256"]:
       raise UserError(
         f"case {case!r} was measured with another draft than that of --drafts: "
         f"take its lines out of the file"
       )
-    if case in cases and line["arguments"] != json.loads(json.dumps(wanted)):
+    if line["arguments"] != wanted["arguments"]:
       raise UserError(
         f"case {case!r} was measured with {line['arguments']}, now it is "
-        f"{wanted}: give it another name or take its lines out of the file"
+        f"{CASES[case]}: give it another name or take its lines out of the file"
       )

@@ -35,7 +35,7 @@ from experiments import (
 from experiments.bench_cases import (
   CASES,
   check_arguments,
-  draft_hash,
+  recorded,
   usable_cases,
 )
 from experiments.bench_engines import Bench, Run
@@ -165,10 +165,7 @@ def measure(out: results.ResultFile, loaded, tasks) -> None:
           "commit": commit,
           "questions": [named[n][1] for n in numbers],
           **line,
-          "arguments": CASES[case],
-          "other_draft": bench_cases.OTHER_DRAFT.value or None,
-          "corpus": bench_cases.INDEX.value or None,
-          "draft_sha256": draft_hash(case),
+          **recorded(case),
           "different": [named[n][1] for n in line["different"]],
         }
         out.write(line)

@@ -76,11 +76,8 @@ def seen(state: CostState, levels: Levels) -> Seen:
     (state.reads_at, state.caught_up, state.behind, *known)
   )
   hits, chances, asks, offers, widens = (x.sum(0) for x in known)
-  rates = np.divide(hits, chances, out=np.zeros_like(hits), where=chances > 0)
-  # Parts, not counts: those of a way that rests fade with each prompt, so that
-  # divided by 1 at least a dear way would look free, and be looked at.
-  offered = np.divide(offers, asks, out=np.zeros_like(asks), where=asks > 0)
-  widened = np.divide(widens, asks, out=np.ones_like(asks), where=asks > 0)
+  rates = _part(hits, chances, 0.0)
+  offered, widened = _part(offers, asks, 0.0), _part(widens, asks, 1.0)
   accepted = np.concatenate(
     [[0.0]]
     + [
@@ -90,6 +87,15 @@ def seen(state: CostState, levels: Levels) -> Seen:
   )
   widened = np.append(0.0, np.repeat(widened, levels.depths))
   return Seen(reads_at, caught_up, behind, accepted, widened)
+
+
+def _part(some: np.ndarray, of: np.ndarray, unknown: float) -> np.ndarray:
+  """Returns `some / of`, where `of` is 0 what is thought of the unknown.
+
+  However small: what rests fades with each prompt, and divided by 1 at least a
+  dear way would look free, and be looked at.
+  """
+  return np.divide(some, of, out=np.full_like(of, unknown), where=of > 0)
 
 
 class _Calls(NamedTuple):
